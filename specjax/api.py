@@ -1,0 +1,270 @@
+"""Text in, text out: tokenizer, shapes and stop strings around `decode`.
+
+The compiled entry points of the library are the three below; their shapes depend on the batch and a capacity rounded up,
+so another seed, temperature, prompt or set of drafter weights compiles nothing new.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, keys, sampling
+from specjax.drafters import METHODS
+from specjax.drafters.base import LoadedDrafter, options
+from specjax.metrics import Statistics, cut, statistics
+from specjax.models.load import LM, load
+from specjax.models.text import TextStream
+from specjax.sampling import SamplingParams
+from specjax.types import ERROR, FINISH_REASONS, RUNNING, STOP, Array, Params, RoundInfo, Rule, State
+from specjax.verify import RULES
+
+start = jax.jit(decode.start, static_argnames=("target", "drafter"))
+prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "chunk"), donate_argnames="state")
+run = jax.jit(decode.run, static_argnames=("target", "drafter", "rule", "max_rounds", "limit"), donate_argnames="state")
+
+Prompt = str | Sequence[Mapping] | Sequence[int]
+
+SLOT_STEP = 256
+"""Capacities are multiples of this many tokens, so that lengths within one share a compilation."""
+
+STOP_STRIDE = 8
+"""Rounds between two looks of the host, where stop strings ask for looks."""
+
+
+class Completion(NamedTuple):
+    """What one prompt became.  A token that ends the text (EOS) is in `tokens` and not in `text`."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "eos", "stop", "length" or "error" (the target's logits held NaN or inf)
+    prompt_tokens: list[int]
+    stats: Statistics
+
+
+class Piece(NamedTuple):
+    """A piece of streamed text, and the whole at its end."""
+
+    text: str  # new text, valid UTF-8; never the beginning of a stop string
+    completion: Completion | None = None  # with the last piece
+
+
+def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> LoadedDrafter:
+    """A drafter by the name of its method.
+
+    Args:
+      method: a key of METHODS.
+      lm: the target.
+      num_draft: K, the tokens drafted along one path; bound here, for it is a static shape.
+      **settings: options of the method's own `load`, such as `layers` of early_exit; `model` of small is an LM or what
+        `load` takes.
+
+    Raises:
+      ValueError: an unknown method or option (naming the nearest), num_draft below 1, a drafter that does not fit.
+    """
+    if method not in METHODS:
+        raise ValueError(unknown("method", method, METHODS))
+    if num_draft < 1:
+        raise ValueError(f"num_draft={num_draft}: draft at least 1 token, or use the method 'plain'")
+    wrong = [name for name in settings if name not in options(METHODS[method])]
+    if wrong:
+        raise ValueError(unknown(f"option of {method}", wrong[0], options(METHODS[method])))
+    if isinstance(settings.get("model"), str):
+        settings["model"] = load(settings["model"])
+    if "model" in options(METHODS[method]) and settings.get("model") is None:
+        raise ValueError(f"method {method!r} needs `model`: the path or name of a language model of the target's vocabulary")
+    return METHODS[method].load(lm, num_draft=num_draft, **settings)
+
+
+def find_rule(name: str) -> Rule:
+    """A rule by name; ValueError names the nearest."""
+    if name not in RULES:
+        raise ValueError(unknown("rule", name, RULES))
+    return RULES[name]
+
+
+def unknown(what: str, name: str, known) -> str:
+    """One line for a name that does not exist."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    return f"no {what} {name!r}: {guess}known: {', '.join(known) or 'none'}"
+
+
+def generate(
+    lm: LM,
+    drafter: LoadedDrafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    key: Array,
+    max_new_tokens: int = 128,
+    rule: str = "rejection",
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    stop: Sequence[str] = (),
+) -> list[Completion]:
+    """Generate for every prompt, speculatively, with the target's exact law.
+
+    Args:
+      lm: what `load` returned.
+      drafter: what `load_drafter` returned; None is plain decoding.
+      prompts: strings (continued as they stand), chats (lists of {"role", "content"}) or lists of token ids.
+      key: a typed key, `jax.random.key(seed)`: each prompt's own is folded from it by its index.  Or one key a prompt.
+      max_new_tokens: the most tokens a prompt may add, from 1.
+      rule: a key of RULES.
+      sampling: parameters for all prompts, or a list with those of each.
+      stop: strings that end a text; the text ends before the first of them.
+
+    Returns:
+      Completions in the order of the prompts; each depends on its own prompt, parameters and key alone.
+
+    Raises:
+      ValueError: bad input, in one line.
+    """
+    session = _begin(lm, drafter, prompts, key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
+    for _ in _advance(session, STOP_STRIDE if stop else session.capacity):
+        pass
+    return [_complete(session, row) for row in range(len(prompts))]
+
+
+def stream(
+    lm: LM,
+    drafter: LoadedDrafter | None,
+    prompt: Prompt,
+    *,
+    key: Array,
+    max_new_tokens: int = 128,
+    rule: str = "rejection",
+    sampling: SamplingParams = SamplingParams(),
+    stop: Sequence[str] = (),
+    stride: int = 1,
+) -> Iterator[Piece]:
+    """Yield pieces of text as rounds end; same tokens, arguments and errors as `generate` of one prompt.
+
+    `stride` is the number of rounds between two pieces; the last Piece carries the Completion.
+    """
+    session = _begin(lm, drafter, [prompt], key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
+    shown = 0
+    for _ in _advance(session, stride):
+        text = "".join(session.text[0])
+        if len(text) > shown:
+            yield Piece(text[shown:])
+            shown = len(text)
+    done = _complete(session, 0)
+    yield Piece(done.text[shown:], done)
+
+
+class _Session(NamedTuple):
+    """One call of generate or stream; lists are filled as it runs."""
+
+    lm: LM
+    loaded: LoadedDrafter
+    rule: Rule
+    params: Params
+    state: list[State]  # one entry, the newest: `run` takes its buffers over
+    capacity: int
+    prompts: list[list[int]]
+    logs: list[RoundInfo]  # [B, rounds] of each stretch
+    streams: list[TextStream]
+    text: list[list[str]]
+    kept: list[int]  # tokens a row keeps, where a stop string was found; -1 before
+
+
+def _begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) -> _Session:
+    """Check everything that can be checked, pad, and prefill."""
+    loaded = METHODS["plain"].load(lm) if drafter is None else drafter
+    law = find_rule(rule)
+    decode.check(lm.model, loaded.drafter, law)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least 1")
+    ids = [encode(lm, prompt, index) for index, prompt in enumerate(prompts)]
+    if not ids:
+        raise ValueError("no prompts: give at least one")
+    each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(ids):
+        raise ValueError(f"{len(each)} sets of sampling parameters for {len(ids)} prompts: give one, or one each")
+    lengths = np.asarray([len(x) for x in ids], np.int32)
+    ends = np.minimum(lengths + max_new_tokens, lm.model.max_length)
+    capacity = -(-decode.capacity_for(int(ends.max()), loaded.drafter) // SLOT_STEP) * SLOT_STEP
+    tokens = np.zeros((len(ids), capacity), np.int32)
+    for row, prompt in enumerate(ids):
+        tokens[row, : len(prompt)] = prompt
+    eos = np.asarray([lm.tokenizer.eos_ids if lm.tokenizer else ()] * len(ids), np.int32).reshape(len(ids), -1)
+    eos = np.pad(eos, ((0, 0), (0, 1)), constant_values=-1)  # never empty
+    request = keys.request_keys(key, jnp.arange(len(ids))) if jnp.ndim(key) == 0 else key
+    both = Params(lm.params, loaded.params)
+    static = dict(target=lm.model, drafter=loaded.drafter)
+    stacked = sampling.stack(each, lm.model.vocab_size)
+    state = start(both, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends), jnp.asarray(eos), request, stacked, **static)
+    state = prefill(both, state, chunk=64 if jax.default_backend() == "cpu" else 256, **static)
+    streams = [lm.tokenizer.stream(stop=stop) for _ in ids] if lm.tokenizer else []
+    if stop and not streams:
+        raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+    return _Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
+
+
+def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
+    """Token ids of a prompt: a string as it stands, a chat through the model's template, ids as they are.
+
+    Raises:
+      ValueError: empty, longer than the context, or ids outside the vocabulary.
+    """
+    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        ids = lm.tokenizer.chat(prompt)
+    else:
+        ids = lm.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+    if not prompt or not ids:
+        raise ValueError(f"prompt {index} is empty: give at least one token")
+    if len(ids) > lm.model.max_length:
+        raise ValueError(f"prompt {index} has {len(ids)} tokens, the context holds {lm.model.max_length}: shorten it")
+    if not 0 <= min(ids) <= max(ids) < lm.model.vocab_size:
+        raise ValueError(f"prompt {index} holds id {max(ids)} or {min(ids)}; ids are 0 to {lm.model.vocab_size - 1}")
+    return ids
+
+
+def _advance(session: _Session, stride: int) -> Iterator[None]:
+    """Run to the end, `stride` rounds at a time, feeding the text streams and ending rows that met a stop string."""
+    static = dict(target=session.lm.model, drafter=session.loaded.drafter, rule=session.rule, max_rounds=session.capacity)
+    done = [0] * len(session.prompts)  # tokens already fed
+    while True:
+        state, log = run(session.params, session.state[0], jnp.asarray(stride), **static)
+        session.state[0] = state
+        session.logs.append(jax.tree.map(lambda x: np.asarray(x)[:, :stride], log))
+        status, length, tokens = np.array(state.status), np.asarray(state.length), np.asarray(state.tokens)
+        for row, text in enumerate(session.streams):
+            new = tokens[row, len(session.prompts[row]) + done[row] : length[row]]
+            done[row] += len(new)
+            step = text.push(new)
+            session.text[row].append(step.text)
+            if step.stop is not None and session.kept[row] < 0:
+                session.kept[row], status[row] = step.num_tokens, STOP
+        session.state[0] = state._replace(status=jnp.asarray(status))
+        yield
+        if not (status == RUNNING).any():
+            return
+
+
+def _complete(session: _Session, row: int) -> Completion:
+    """What a row has become, with nothing in it or its counts that was cut."""
+    state = session.state[0]
+    begin, end, status = len(session.prompts[row]), int(state.length[row]), int(state.status[row])
+    if session.streams:
+        rest = session.streams[row].flush()
+        session.text[row].append(rest.text)
+        if rest.stop is not None and session.kept[row] < 0:
+            session.kept[row], status = rest.num_tokens, STOP
+    kept = end - begin if session.kept[row] < 0 else session.kept[row]
+    tokens = np.asarray(state.tokens[row, begin : begin + kept]).tolist()
+    rounds = RoundInfo(*(np.concatenate([log[i][row] for log in session.logs]) for i in range(3)))
+    stats = statistics(cut(rounds, kept), session.loaded.drafter.depth)
+    return Completion("".join(session.text[row]), tokens, FINISH_REASONS[status], session.prompts[row], stats)
+
+
+def require_sound(completions: Sequence[Completion]) -> None:
+    """Raise FloatingPointError if a target gave no law (NaN or inf logits) for some prompt."""
+    bad = [i for i, c in enumerate(completions) if c.finish_reason == FINISH_REASONS[ERROR]]
+    if bad:
+        raise FloatingPointError(f"the target's logits held NaN or inf for prompts {bad}: check its weights and dtype")

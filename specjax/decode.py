@@ -1,0 +1,249 @@
+"""The heart: prefill, round, run.  It knows types and `verify.draw`, never a concrete model, drafter or rule.
+
+Plain decoding is the same code with the drafter that proposes nothing (`drafters.plain`), so there is one p, one set of
+coins and one place where a row ends.  Nothing here is jitted: the edges (`api.py`, scripts, tests) compile `prefill` and
+`run`, whose shapes depend on batch and capacity alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specjax import keys, sampling, trees
+from specjax.cache import keep_path, put, rewind, take
+from specjax.types import (
+    EOS, ERROR, LENGTH, RUNNING, Array, Draft, Drafter, KVCache, LanguageModel, Params, RoundInfo, Rule, Sequences, State, Verdict,
+)  # fmt: skip
+from specjax.verify.draw import draw
+
+
+def check(target: LanguageModel, drafter: Drafter, rule: Rule) -> None:
+    """Raise ValueError where target, drafter and rule do not belong together; called when decoding is built."""
+    if rule.chain and not drafter.chain:
+        raise ValueError("this rule verifies chains only, and the drafter proposes a tree: choose a tree rule")
+    if drafter.children not in rule.accepts:
+        raise ValueError(f"this rule is exact for children drawn as {rule.accepts}, the drafter draws them as {drafter.children!r}")
+    if drafter.vocab_size not in (None, target.vocab_size):
+        raise ValueError(f"drafter vocabulary {drafter.vocab_size} != target {target.vocab_size}: use a drafter made for this target")
+    bad = [i for i in drafter.features if not 0 <= i < target.num_layers]
+    if bad:
+        raise ValueError(f"the drafter wants layers {bad}, but the target has {target.num_layers}")
+
+
+def capacity_for(longest: int, drafter: Drafter) -> int:
+    """Cache slots that rows of up to `longest` tokens need: the last round may look a whole draft past the end."""
+    return longest + drafter.num_nodes + 1
+
+
+def start(
+    params: Params, tokens: Array, lengths: Array, max_length: Array, eos: Array, key: Array, params_of_sampling, *,
+    target: LanguageModel, drafter: Drafter, schedule=(),
+) -> State:  # fmt: skip
+    """The state before anything has run.
+
+    Args:
+      params: of target and drafter.
+      tokens: [B, S] prompts, right-padded to the capacity S of the caches.
+      lengths: [B] prompt lengths, at least 1.
+      max_length: [B] a row ends with this many tokens at the latest, at most S - num_nodes - 1.
+      eos: [B, E] ids that end a row, padded with -1.
+      key: [B] typed keys, one a request (`keys.request_keys`).
+      params_of_sampling: `sampling.stack`ed parameters.
+      target: the model whose law is kept.
+      drafter: what will propose; its caches are allocated here.
+      schedule: data of a scheduler's `limit`.
+    """
+    batch, capacity = tokens.shape
+    return State(
+        tokens=tokens,
+        length=lengths,
+        prompt_length=lengths + 0,  # a buffer of its own: two leaves that share one cannot be donated
+        max_length=max_length,
+        eos=eos,
+        status=jnp.where(lengths >= max_length, LENGTH, RUNNING).astype(jnp.int32),
+        key=key,
+        sampling=params_of_sampling,
+        cache=target.init_cache(batch, capacity),
+        drafter=drafter.init(params, batch, capacity),
+        schedule=schedule,
+    )
+
+
+def prefill(params: Params, state: State, *, target: LanguageModel, drafter: Drafter, chunk: int) -> State:
+    """Run every prompt token but the last through the target, `chunk` tokens a pass, and let the drafter absorb each chunk.
+
+    One compiled body serves prompts of any length; rows that are through wait, and what they write is never read.
+    """
+    goal = state.length - 1
+
+    def body(s: State) -> State:
+        done = s.cache.length
+        count = jnp.clip(goal - done, 0, chunk)
+        tokens = take(s.tokens, jnp.minimum(done[:, None] + jnp.arange(chunk)[None], s.tokens.shape[1] - 1))
+        out, cache = target.apply(params.target, tokens, s.cache, features=drafter.features)
+        sequences = Sequences(s.tokens, s.length, rewind(cache, done + count), s.sampling)
+        return s._replace(cache=sequences.cache, drafter=drafter.absorb(params, s.drafter, sequences, out, count))
+
+    return jax.lax.while_loop(lambda s: (s.cache.length < goal).any(), body, state)
+
+
+def run(
+    params: Params, state: State, num_rounds: Array, *, target: LanguageModel, drafter: Drafter, rule: Rule, max_rounds: int,
+    limit: Callable | None = None,
+) -> tuple[State, RoundInfo]:  # fmt: skip
+    """Rounds until every row is done or `num_rounds` have run: the whole generation, or a stretch of a stream.
+
+    Returns the state and a RoundInfo of [B, max_rounds] arrays, zero past the last round.
+    """
+    log = RoundInfo(*(jnp.zeros((state.length.shape[0], max_rounds), jnp.int32) for _ in RoundInfo._fields))
+
+    def body(carry):
+        s, log, i = carry
+        s, info = round(params, s, target=target, drafter=drafter, rule=rule, limit=limit)
+        return s, RoundInfo(*(x.at[:, i].set(y, mode="drop") for x, y in zip(log, info, strict=True))), i + 1
+
+    def more(carry):
+        s, _, i = carry
+        return (s.status == RUNNING).any() & (i < num_rounds)
+
+    state, log, _ = jax.lax.while_loop(more, body, (state, log, jnp.zeros((), jnp.int32)))
+    return state, log
+
+
+def round(
+    params: Params, state: State, *, target: LanguageModel, drafter: Drafter, rule: Rule, limit: Callable | None = None
+) -> tuple[State, RoundInfo]:  # fmt: skip
+    """Propose, verify in one target pass, commit.  Rows that are done are carried along unchanged.
+
+    `limit(draft, state) -> [B]` says how many nodes of each row to verify; what it needs lies in `state.schedule`.
+    """
+    live = state.status == RUNNING
+    noise = noise_source(state, rule, target.vocab_size)
+    sequences = Sequences(state.tokens, state.length, state.cache, state.sampling)
+    draft, proposed = drafter.propose(noise, params, state.drafter, sequences)
+    allowed = drafter.num_nodes if limit is None else limit(draft, state)
+    draft = keep_nodes(draft, jnp.where(live, allowed, 0))
+    out, cache, verdict, sound = verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule)
+    kept = freeze(live, drafter.commit(params, proposed, out, verdict), state.drafter)
+    return commit(state._replace(drafter=kept), draft, cache, verdict, sound)
+
+
+def noise_source(state: State, rule: Rule, vocab_size: int) -> Callable:
+    """`noise(depth, width) -> [B, width, V]` for one round; the request's own noise when the rule is coupled.
+
+    Nobody reads noise at temperature 0, so a batch that is all greedy does not pay for it.
+    """
+    draft_keys = keys.round_keys(state.key, keys.DRAFT, state.length)
+    hot = (state.sampling.temperature > 0).any()
+
+    def noise(depth: int | Array, width: int = 1) -> Array:
+        shape = (state.length.shape[0], width, vocab_size)
+
+        def real():
+            if not rule.coupled:
+                return keys.gumbel(draft_keys, depth, shape[1:])
+            return jnp.broadcast_to(keys.gumbel_at(state.key, state.length + depth - 1, vocab_size)[:, None], shape)
+
+        return jax.lax.cond(hot, real, lambda: jnp.zeros(shape))
+
+    return noise
+
+
+def keep_nodes(draft: Draft, count: Array) -> Draft:
+    """Nodes at or past count[b] cease to exist; parents stand before children, so what stays is a tree."""
+    keep = jnp.arange(draft.tokens.shape[1])[None] < count[:, None]
+    return draft._replace(parents=jnp.where(keep, draft.parents, -2))
+
+
+def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
+    """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B]).
+
+    Where the drafter names shorter widths, the narrowest block that holds every live node is run: a pass costs by its
+    width, whether or not there was anything to verify.
+    """
+    full = drafter.num_nodes + 1
+    widths = sorted({w for w in drafter.widths if w < full} | {full})
+
+    def narrow(width: int) -> Callable:
+        depth = min(drafter.depth, width - 1)
+
+        def branch(cache: KVCache):
+            part = jax.tree.map(lambda x: x[:, : width - 1], draft)
+            seen = jax.vmap(lambda parents: trees.ancestors(parents, depth))(part.parents)
+            block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), part.tokens], 1)
+            positions = cache.length[:, None] + seen.sum(-1) - 1
+            out, cache = target.apply(params.target, block, cache, positions=positions, mask=seen, features=drafter.features)
+            verdict = decide(state, part, log_probs(state, part, seen, out.logits), noise, rule=rule, depth=depth)
+            sound = is_sound(out.logits, verdict)
+            cache = cache if drafter.chain else keep_path(cache, verdict.path)
+            wider = lambda x, size: jnp.pad(x, ((0, 0), (0, size - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+            out = jax.tree.map(lambda x: wider(x, full), out)
+            return out, cache, verdict._replace(path=wider(verdict.path, drafter.depth + 1), tokens=wider(verdict.tokens, drafter.depth + 1)), sound
+
+        return branch
+
+    if len(widths) == 1:
+        return narrow(full)(state.cache)
+    last = jnp.where(draft.parents >= -1, jnp.arange(1, full)[None], 0).max()  # the last live node of any row
+    choice = jnp.searchsorted(jnp.asarray(widths), last + 1)
+    return jax.lax.switch(choice, [narrow(w) for w in widths], state.cache)
+
+
+def log_probs(state: State, draft: Draft, seen: Array, logits: Array) -> Array:
+    """log_p [B, N+1, V]: the one law, of every verified row and the bonus row alike."""
+
+    def one(params, row_logits, tokens, length, prompt_length, drafted, seen):
+        return sampling.warp(params, row_logits, sampling.History(tokens, length, prompt_length, drafted, seen))
+
+    return jax.vmap(one)(state.sampling, logits, state.tokens, state.length, state.prompt_length, draft.tokens, seen)
+
+
+def decide(state: State, draft: Draft, log_p: Array, noise: Callable, *, rule: Rule, depth: int) -> Verdict:
+    """Draw the verdict of every row from its own keys."""
+    shared = jnp.concatenate([noise(d) for d in range(1, depth + 2)], 1) if rule.coupled else None
+    accept = keys.round_keys(state.key, keys.ACCEPT, state.length)
+    emit = keys.round_keys(state.key, keys.EMIT, state.length)
+    one = lambda *row: draw(rule, *row, depth)
+    return jax.vmap(one)(accept, emit, shared, draft, log_p)
+
+
+def is_sound(logits: Array, verdict: Verdict) -> Array:
+    """Whether every row on the path [B] has a law: NaN, +inf, or nothing but -inf is a broken target, not a token."""
+    step = jnp.arange(verdict.path.shape[1])[None]
+    peak = take(logits.max(-1), verdict.path)
+    return (jnp.isfinite(peak) | (step > verdict.num_accepted[:, None])).all(1)
+
+
+def freeze(live: Array, new, old):
+    """`new` for live rows and `old` for the others, K/V buffers excepted: what a done row writes there is never read."""
+
+    def one(n, o):
+        if isinstance(n, KVCache):
+            return n._replace(length=one(n.length, o.length))
+        return jnp.where(live.reshape(live.shape + (1,) * (n.ndim - 1)), n, o)
+
+    return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def commit(state: State, draft: Draft, cache: KVCache, verdict: Verdict, sound: Array) -> tuple[State, RoundInfo]:
+    """Append what a row may still take: up to its first end-of-sequence token, its budget, or nothing if it is broken."""
+    live = state.status == RUNNING
+    step = jnp.arange(verdict.tokens.shape[1])[None]
+    ends = (verdict.tokens[:, :, None] == state.eos[:, None]).any(-1) & (step <= verdict.num_accepted[:, None])
+    wanted = jnp.where(ends.any(1), ends.argmax(1), verdict.num_accepted) + 1
+    emitted = jnp.where(live & sound, jnp.minimum(wanted, state.max_length - state.length), 0)
+    length = state.length + emitted
+    status = jnp.where(length >= state.max_length, LENGTH, RUNNING)
+    status = jnp.where((ends & (step < emitted[:, None])).any(1), EOS, status)
+    status = jnp.where(live, jnp.where(sound, status, ERROR), state.status)
+    info = RoundInfo(
+        drafted=jnp.where(live, (draft.parents >= -1).sum(1), 0),
+        accepted=jnp.minimum(emitted, verdict.num_accepted),
+        emitted=emitted,
+    )
+    tokens = put(state.tokens, jnp.where(step < emitted[:, None], verdict.tokens, 0), state.length)
+    state = state._replace(tokens=tokens, length=length, status=status.astype(jnp.int32), cache=rewind(cache, length - 1))
+    return state, info

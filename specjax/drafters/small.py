@@ -1,0 +1,121 @@
+"""A smaller language model of the same vocabulary drafts a chain (Leviathan et al., arXiv 2211.17192).  Lossless.
+
+Costs K passes of the small model a round and a cache of its own.  The first pass is two tokens wide: after a round whose
+drafts were all accepted, the last of them has never been run, and re-running one that has been changes nothing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.cache import rewind, take
+from specjax.drafters.base import LoadedDrafter, card
+from specjax.sampling import first_argmax, tempered
+from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel
+
+
+def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None, used: int | None = None) -> Drafter:
+    """A chain of `num_draft` tokens from `model`, at the request's temperature.
+
+    State: the model's cache.  Invariant: it holds every committed token but the last two, at least.
+
+    Args:
+      model: the small language model.
+      num_draft: K, at least 1.
+      vocab_size: the target's, where padding rows make it differ from the model's.
+      used: ids below this stand for a token; the others are never proposed.
+    """
+    vocab_size = vocab_size or model.vocab_size
+
+    def law(logits, sampling):
+        return tempered(fit_vocabulary(logits, vocab_size, used or vocab_size), sampling.temperature)
+
+    def absorb(params, state, sequences, out, count):
+        tokens = take(sequences.tokens, state.length[:, None] + jnp.arange(out.hidden.shape[1])[None])
+        _, cache = model.apply(params.drafter, tokens, state)
+        return rewind(cache, state.length + count)
+
+    def propose(noise, params, state, sequences):
+        start = jnp.maximum(sequences.length - 2, 0)
+        pair = take(sequences.tokens, start[:, None] + jnp.arange(2)[None])
+        out, cache = model.apply(params.drafter, pair, rewind(state, start))
+        root = take(out.logits, (sequences.length - 1 - start)[:, None])[:, 0]
+
+        def step(carry: tuple[KVCache, Array], depth):
+            cache, logits = carry
+            log_q = law(logits, sequences.sampling)
+            token = pick(log_q, noise(depth)[:, 0])
+            out, cache = model.apply(params.drafter, token[:, None], cache)
+            return (rewind(cache, cache.length + 1), out.logits[:, 0]), (token, log_q)
+
+        def last(carry, depth):
+            log_q = law(carry[1], sequences.sampling)
+            return pick(log_q, noise(depth)[:, 0]), log_q
+
+        carry = (rewind(cache, sequences.length), root)
+        carry, (tokens, laws) = jax.lax.scan(step, carry, jnp.arange(1, num_draft))
+        token, law = last(carry, num_draft)
+        draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, law[None], 0))
+        return draft, rewind(carry[0], state.length)
+
+    return Drafter(
+        init=lambda params, batch, capacity: model.init_cache(batch, capacity),
+        absorb=absorb,
+        propose=propose,
+        commit=lambda params, state, out, verdict: state,  # `propose` starts from the committed length
+        num_nodes=num_draft,
+        depth=num_draft,
+        children="iid",
+        vocab_size=vocab_size,
+    )
+
+
+def fit_vocabulary(logits: Array, size: int, used: int) -> Array:
+    """logits [..., V'] cut or padded to [..., size]; ids at or past `used`, or that the model lacks, get no probability."""
+    logits = logits[..., :size]
+    missing = size - logits.shape[-1]
+    logits = jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),), constant_values=-jnp.inf)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return logits if used >= size else jnp.where(index < used, logits, -jnp.inf)
+
+
+def pick(log_q: Array, noise: Array) -> Array:
+    """The token [B] that Gumbel noise [B, V] draws from log_q [B, V]; 0 where log_q holds NaN."""
+    token = first_argmax(log_q + noise)
+    return jnp.where(token < log_q.shape[-1], token, 0)
+
+
+def chain_draft(tokens: Array, log_q: Array) -> Draft:
+    """tokens [K, B], log_q [K, B, V] -> Draft.  From the first law that is none (NaN, no mass) on, nodes are absent."""
+    sound = jnp.cumprod(jnp.isfinite(log_q.max(-1)), 0, dtype=jnp.int32).astype(bool)
+    parents = jnp.where(sound, jnp.asarray(trees.chain(tokens.shape[0]))[:, None], -2)
+    return Draft(tokens.T, parents.T.astype(jnp.int32), jnp.swapaxes(log_q, 0, 1))
+
+
+def load(lm, *, num_draft: int, model) -> LoadedDrafter:
+    """Draft for `lm` with the language model `model` (an LM as `specjax.load` returns it).
+
+    Raises:
+      ValueError: the two do not share a vocabulary.
+    """
+    used = shared_ids(lm, model)
+    drafter = small(model.model, num_draft=num_draft, vocab_size=lm.model.vocab_size, used=used)
+    return LoadedDrafter(drafter, model.params, card("small", model.params))
+
+
+def shared_ids(lm, model) -> int:
+    """How many token ids target and drafter have in common; padding rows of either embedding do not count.
+
+    Raises:
+      ValueError: they are of different vocabularies.
+    """
+    sizes = f"drafter vocabulary {model.model.vocab_size} != target {lm.model.vocab_size}"
+    if lm.tokenizer is None or model.tokenizer is None:
+        if lm.model.vocab_size != model.model.vocab_size:
+            raise ValueError(f"{sizes}, and without both tokenizers they cannot be matched: load both with their tokenizers")
+        return lm.model.vocab_size
+    if lm.tokenizer.backend.get_vocab() != model.tokenizer.backend.get_vocab():
+        raise ValueError(f"the drafter's tokenizer is not the target's ({sizes}): use a model of the same family")
+    return min(lm.tokenizer.vocab_size, lm.model.vocab_size, model.model.vocab_size)

@@ -1,0 +1,72 @@
+"""One door to every model: a name, a Hugging Face directory, a .gguf file, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from specjax.models import fetch, text
+from specjax.models.gguf import read_gguf
+from specjax.models.huggingface import read_directory
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.types import LanguageModel
+
+NAMES: dict[str, Callable[[fetch.Progress | None], Path]] = {"smollm2-135m": fetch.demo_model_path}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class LM(NamedTuple):
+    """A model with everything that text needs."""
+
+    model: LanguageModel
+    params: Any
+    tokenizer: text.Tokenizer
+    config: TransformerConfig
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    weights_dtype: str = "float32",
+    max_length: int | None = None,
+    progress: fetch.Progress | None = None,
+) -> LM:
+    """A model by name ("smollm2-135m"), Hugging Face directory, .gguf file, or hub id ("org/name").
+
+    weights_dtype "bfloat16" stores kernels, embedding and head in bfloat16 (norms and biases stay float32): half the
+    memory, and another target with its own exact law.  `max_length` lowers the longest context, in tokens.  `progress`
+    is called with (bytes so far, total) while the demo model is fetched.  Raises ValueError, FileNotFoundError,
+    ConnectionError or ImportError, one line each, saying what to do.
+    """
+    if weights_dtype not in DTYPES:
+        raise ValueError(f"weights_dtype {weights_dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    dtype, path = DTYPES[weights_dtype], _find(str(name_or_path), progress)
+    if path.is_dir():
+        tokenizer = text.from_directory(path)  # first: its faults are found in a moment
+        _, config, params = read_directory(path, dtype=dtype)
+    else:
+        config, params, reader = read_gguf(path, dtype=dtype)
+        tokenizer = text.from_gguf(reader)
+    if max_length is not None:
+        if not 2 <= max_length <= config.max_length:
+            raise ValueError(
+                f"max_length {max_length} does not lie in 2 to {config.max_length}, the context {name_or_path} was made for"
+            )
+        config = config._replace(max_length=max_length)
+    return LM(language_model(config, dtype=dtype), params, tokenizer, config)
+
+
+def _find(name: str, progress: fetch.Progress | None) -> Path:
+    if name in NAMES:
+        return NAMES[name](progress)
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith(".gguf") and not name.startswith("."):
+        return fetch.hub_snapshot(name)
+    kinds = f"a name ({', '.join(NAMES)}), a Hugging Face directory, a .gguf file, or a hub id org/name"
+    raise ValueError(f"no model {name!r}: it must be {kinds}")

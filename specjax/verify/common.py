@@ -1,0 +1,54 @@
+"""Pieces that rules share.  Everything here is for ONE sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.sampling import one_hot_log
+from specjax.types import Array, Draft, Plan
+
+
+def normalised(weights: Array, fallback: Array) -> Array:
+    """weights [..., V] / their sum; `fallback` where nothing is left (a rejection that had probability ~0) or NaN is."""
+    total = weights.sum(-1, keepdims=True)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), fallback)
+
+
+def residual(p: Array, q: Array) -> Array:
+    """norm(max(p - q, 0)), Leviathan et al. 2023 (arXiv 2211.17192), p where that is empty."""
+    return normalised(jnp.maximum(p - q, 0), p)
+
+
+def ratio(p: Array, q: Array) -> Array:
+    """min(1, p / q), and 0 where q is 0 or NaN: such a token was never drawn from q."""
+    return jnp.where(q > 0, jnp.minimum(1, p / jnp.where(q > 0, q, 1)), 0).astype(p.dtype)
+
+
+def at_tokens(law: Array, rows: Array, tokens: Array) -> Array:
+    """Probabilities of `tokens` [N] in `rows` [N] of a log law [*, V]."""
+    return jnp.exp(law[rows, tokens])
+
+
+def draft_law(draft: Draft, node: Array, like: Array) -> Array:
+    """q [V] of one node: what it was drawn from, or the point mass of a deterministic proposal."""
+    log_q = one_hot_log(draft.tokens[node], like) if draft.log_q is None else draft.log_q[node].astype(like.dtype)
+    return jnp.exp(log_q)
+
+
+def parent_rows(draft: Draft) -> Array:
+    """Block row [N] of each node's parent (row 0 for an absent node)."""
+    return jnp.maximum(draft.parents, -1) + 1
+
+
+def top_down(draft: Draft, accept: Array, correction: Callable) -> Plan:
+    """Decision list of every root-to-leaf rule: yes leads to the first child, no to the next sibling."""
+    n = draft.tokens.shape[0]
+    first, sibling = trees.links(draft.parents)
+    here = draft.parents >= -1
+    if_accept = jnp.where(first[1:] < n, first[1:], n + 1 + jnp.arange(n))
+    if_reject = jnp.where(sibling < n, sibling, n + parent_rows(draft))
+    start = jnp.where(first[0] < n, first[0], n)  # an absent node 0 passes the walk on to where it begins
+    return Plan(jnp.where(here, accept, 0), if_accept, jnp.where(here, if_reject, start), correction)
