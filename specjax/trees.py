@@ -29,13 +29,13 @@ def ancestors(parents: Array, depth: int) -> Array:
 def links(parents: Array) -> tuple[Array, Array]:
     """First child of each block row [N+1] and next sibling of each node [N]; N where there is none."""
     n = parents.shape[0]
-    node = jnp.arange(n)
-    child = parents[None] == jnp.arange(-1, n)[:, None]
+    node = jnp.arange(n, dtype=jnp.int32)
+    child = parents[None] == jnp.arange(-1, n, dtype=jnp.int32)[:, None]
     sibling = (parents[None] == parents[:, None]) & (node[None] > node[:, None])
     return jnp.where(child, node[None], n).min(-1, initial=n), jnp.where(sibling, node[None], n).min(-1, initial=n)
 
 
 def path_to(row: Array, seen: Array, depth: int) -> Array:
     """Block rows [depth+1] from row 0 down to `row`, given ancestors `seen`; zeros past its depth."""
-    level = seen.sum(-1) - 1
-    return jnp.zeros(depth + 1, jnp.int32).at[jnp.where(seen[row], level, depth + 1)].set(jnp.arange(level.shape[0]), mode="drop")
+    level = seen.sum(-1, dtype=jnp.int32) - 1
+    return jnp.zeros(depth + 1, jnp.int32).at[jnp.where(seen[row], level, depth + 1)].set(jnp.arange(level.shape[0], dtype=jnp.int32), mode="drop")

@@ -22,17 +22,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # what a config.json of the family mean
     "qwen2": QWEN,
     "qwen3": {**QWEN, "head_dim": 128},
     "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
+        **{"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        **{"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        **{"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True},
     },
 }
 
@@ -63,7 +55,7 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         ties = {k: config[k] for k in ("tie_word_embeddings", "quantization_config") if k in config}
         config = {**ties, "model_type": "gemma3_text", **inner}
     family = _supported(config)
-    c = {**DEFAULTS[family], **config}
+    c = {**DEFAULTS[family], **{key: x for key, x in config.items() if x is not None or key == "sliding_window"}}
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     lacking = [key for key in sizes if c.get(key) is None]
     if lacking:
@@ -71,30 +63,28 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
     heads, gemma = c["num_attention_heads"], family == "gemma3_text"
     theta, scaling, theta_sliding = _rope(c, gemma)
     window, sliding = _window(c, family)
-    return _checked(
-        TransformerConfig(
-            vocab_size=c["vocab_size"],
-            width=c["hidden_size"],
-            layers=c["num_hidden_layers"],
-            heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads,
-            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-            hidden=c["intermediate_size"],
-            max_length=c["max_position_embeddings"],
-            norm_eps=c.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            rope_theta_sliding=theta_sliding,
-            tied=bool(c.get("tie_word_embeddings", False)),
-            attention_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "gemma3_text"),
-            post_norms=gemma,
-            gelu=gemma,
-            embed_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
-            query_scale=c["query_pre_attn_scalar"] ** -0.5 if gemma else None,
-            window=window,
-            sliding=sliding,
-        )
+    return TransformerConfig(
+        vocab_size=c["vocab_size"],
+        width=c["hidden_size"],
+        layers=c["num_hidden_layers"],
+        heads=heads,
+        kv_heads=_shared(heads, c.get("num_key_value_heads", heads)),
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        hidden=c["intermediate_size"],
+        max_length=c["max_position_embeddings"],
+        norm_eps=c.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rope_theta_sliding=theta_sliding,
+        tied=bool(c.get("tie_word_embeddings", False)),
+        attention_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "gemma3_text"),
+        post_norms=gemma,
+        gelu=gemma,
+        embed_scale=c["hidden_size"] ** 0.5 if gemma else 1.0,
+        query_scale=c["query_pre_attn_scalar"] ** -0.5 if gemma else None,
+        window=window,
+        sliding=sliding,
     )
 
 
@@ -167,10 +157,10 @@ def _window(c: Mapping[str, Any], family: str) -> tuple[int | None, tuple[bool, 
     return int(window), tuple(i >= c["max_window_layers"] for i in layers)
 
 
-def _checked(c: TransformerConfig) -> TransformerConfig:
-    if c.heads % c.kv_heads:
-        raise ValueError(f"{c.heads} query heads cannot share {c.kv_heads} KV heads evenly: check num_key_value_heads")
-    return c
+def _shared(heads: int, kv_heads: int) -> int:
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly: check num_key_value_heads")
+    return kv_heads
 
 
 def config_from_gguf(reader: gguf.GGUFReader) -> TransformerConfig:
@@ -192,30 +182,28 @@ def config_from_gguf(reader: gguf.GGUFReader) -> TransformerConfig:
     window, sliding = _gguf_window(reader, layers) if gemma else (None, ())
     # 27B alone departs from head_dim: query_pre_attn_scalar = width / heads, known to readers by its 62 layers (llama.cpp)
     query_size = width // heads if gemma and layers == 62 else head_dim
-    return _checked(
-        TransformerConfig(
-            vocab_size=shapes["token_embd.weight"][1],
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=_number(reader, f"{arch}.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            hidden=_number(reader, f"{arch}.feed_forward_length"),
-            max_length=_number(reader, f"{arch}.context_length"),
-            norm_eps=header(reader, f"{arch}.attention.layer_norm_rms_epsilon"),
-            rope_theta=header(reader, f"{arch}.rope.freq_base", 1_000_000.0 if gemma else 10_000.0),
-            rope_scaling=_gguf_scaling(reader, arch, head_dim),
-            rope_theta_sliding=header(reader, f"{arch}.rope.freq_base_swa", 10_000.0) if gemma else None,
-            tied="output.weight" not in shapes,
-            attention_bias=arch == "qwen2",
-            qk_norm=arch in ("qwen3", "gemma3"),
-            post_norms=gemma,
-            gelu=gemma,
-            embed_scale=width**0.5 if gemma else 1.0,
-            query_scale=query_size**-0.5,
-            window=window,
-            sliding=sliding,
-        )
+    return TransformerConfig(
+        vocab_size=shapes["token_embd.weight"][1],
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=_shared(heads, _number(reader, f"{arch}.attention.head_count_kv", heads)),
+        head_dim=head_dim,
+        hidden=_number(reader, f"{arch}.feed_forward_length"),
+        max_length=_number(reader, f"{arch}.context_length"),
+        norm_eps=header(reader, f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope_theta=header(reader, f"{arch}.rope.freq_base", 1_000_000.0 if gemma else 10_000.0),
+        rope_scaling=_gguf_scaling(reader, arch, head_dim),
+        rope_theta_sliding=header(reader, f"{arch}.rope.freq_base_swa", 10_000.0) if gemma else None,
+        tied="output.weight" not in shapes,
+        attention_bias=arch == "qwen2",
+        qk_norm=arch in ("qwen3", "gemma3"),
+        post_norms=gemma,
+        gelu=gemma,
+        embed_scale=width**0.5 if gemma else 1.0,
+        query_scale=query_size**-0.5,
+        window=window,
+        sliding=sliding,
     )
 
 

@@ -146,7 +146,7 @@ def file_sha256(path: Path) -> str:
 
 
 def hub_snapshot(repo_id: str) -> Path:
-    """Directory of a Hugging Face hub repository ("org/name"): config, tokenizer and safetensors, from its cache or the network.
+    """Directory of a hub repository ("org/name"): config, tokenizer and safetensors, from its cache or the network.
 
     Raises ImportError without huggingface_hub and ConnectionError when the hub does not give it, one line each.
     """

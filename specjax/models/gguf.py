@@ -83,7 +83,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
 
 
 def published_name(name: str, layer_names: dict[str, str]) -> str:
-    """ "blk.3.attn_q.weight" -> "layers.3.self_attn.q_proj.weight"; a name nobody knows stays as it is and is reported."""
+    """Hugging Face's name for "blk.3.attn_q.weight" and its like; one nobody knows stays as it is and is reported later."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, kind = match.groups()
         return f"layers.{layer}.{layer_names[part]}.{kind}" if part in layer_names else name

@@ -83,7 +83,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = 
         return frequency
     if scaling.factors is not None:
         frequency = frequency / jnp.asarray(scaling.factors, jnp.float32)
-    if scaling.original is None:
+    if scaling.original is None or scaling.low is None or scaling.high is None:
         return frequency / scaling.factor
     turns = scaling.original * frequency / (2 * math.pi)  # full turns within the original context
     smooth = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)

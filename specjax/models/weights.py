@@ -29,7 +29,7 @@ class Recipe(NamedTuple):
 
 
 def recipes(c: TransformerConfig, norm_shift: float = 0.0) -> dict[str, Recipe]:
-    """Recipe of every leaf by path ("layer_0/mlp/down/kernel").  `norm_shift` is added to norm weights: Gemma stores w of 1 + w."""
+    """Recipe of every leaf by path ("layer_0/mlp/down/kernel").  `norm_shift` is added to norms: Gemma stores w of 1 + w."""
 
     def norm(name: str, size: int = c.width) -> Recipe:
         return Recipe((f"{name}.weight",), ((size,),), lambda w: w.astype(np.float32) + np.float32(norm_shift))
@@ -61,7 +61,7 @@ def recipes(c: TransformerConfig, norm_shift: float = 0.0) -> dict[str, Recipe]:
 
 
 def _qkv(c: TransformerConfig, at: str, kind: str) -> Recipe:
-    """q, k, v [heads * head_dim, ...] -> one [..., G * (R+2) * head_dim]: each KV head's query heads, then its k, then its v."""
+    """q, k, v [heads * head_dim, *] -> [*, G * (R+2) * head_dim]: each KV head's query heads, then its k, then its v."""
     rest = (c.width,) if kind == "weight" else ()
     shapes = tuple((heads * c.head_dim, *rest) for heads in (c.heads, c.kv_heads, c.kv_heads))
 

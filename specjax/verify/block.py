@@ -20,15 +20,15 @@ def plan(draft: Draft, log_p: Array) -> Plan:
     if draft.log_q is None:
         return rejection.plan(draft, log_p)
     n = draft.tokens.shape[0]
-    node = jnp.arange(n)
+    node = jnp.arange(n, dtype=jnp.int32)
     log_q = draft.log_q.astype(log_p.dtype)
-    drafted = (draft.parents >= -1).sum()
+    drafted = (draft.parents >= -1).sum(dtype=jnp.int32)
     kept = kept_mass(at_tokens(log_p, node, draft.tokens), at_tokens(log_q, node, draft.tokens))  # P_0..P_N
 
     def scaled(row):  # max(P_i p - q, 0) of one row
         return jnp.maximum(kept[row] * jnp.exp(log_p[row]) - jnp.exp(log_q[jnp.minimum(row, n - 1)]), 0)
 
-    z = jax.lax.map(lambda row: scaled(row).sum(), jnp.arange(1, n))  # one row at a time: no [N, V] temporary
+    z = jax.lax.map(lambda row: scaled(row).sum(), jnp.arange(1, n, dtype=jnp.int32))  # one row at a time: no [N, V] temporary
     rest = z + 1 - kept[1:n]
     h = jnp.append(jnp.where(rest > 0, z / jnp.where(rest > 0, rest, 1), 1), 0)
     h = jnp.where(node + 1 == drafted, kept[1:], jnp.where(node + 1 < drafted, h, 0))

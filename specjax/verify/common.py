@@ -48,7 +48,7 @@ def top_down(draft: Draft, accept: Array, correction: Callable) -> Plan:
     n = draft.tokens.shape[0]
     first, sibling = trees.links(draft.parents)
     here = draft.parents >= -1
-    if_accept = jnp.where(first[1:] < n, first[1:], n + 1 + jnp.arange(n))
+    if_accept = jnp.where(first[1:] < n, first[1:], n + 1 + jnp.arange(n, dtype=jnp.int32))
     if_reject = jnp.where(sibling < n, sibling, n + parent_rows(draft))
     start = jnp.where(first[0] < n, first[0], n)  # an absent node 0 passes the walk on to where it begins
     return Plan(jnp.where(here, accept, 0), if_accept, jnp.where(here, if_reject, start), correction)

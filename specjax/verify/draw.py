@@ -32,7 +32,7 @@ def draw(rule: Rule, key_accept: Array, key_emit: Array, noise: Array | None, dr
     n = draft.tokens.shape[0]
     seen = trees.ancestors(draft.parents, depth)
     if rule.coupled:
-        level = jnp.minimum(seen.sum(-1) - 1, depth)
+        level = jnp.minimum(seen.sum(-1, dtype=jnp.int32) - 1, depth)
         y = first_argmax(log_p + noise[level])
         hit = (draft.tokens == y[parent_rows(draft)]) & (draft.parents >= -1)
         plan = rule.plan(draft, log_p)
@@ -53,7 +53,7 @@ def follow(plan: Plan, coins: Array) -> Array:
 def walk(taken: Array) -> Array:
     """taken [N]: where each decision leads -> the block row where the round stops, by pointer doubling."""
     n = taken.shape[0]
-    target = jnp.concatenate([taken, n + jnp.arange(n + 1)]).astype(jnp.int32)
+    target = jnp.concatenate([taken, n + jnp.arange(n + 1, dtype=jnp.int32)]).astype(jnp.int32)
     for _ in range(math.ceil(math.log2(n + 1))):
         target = target[target]
     return target[0] - n
@@ -62,7 +62,7 @@ def walk(taken: Array) -> Array:
 def verdict(draft: Draft, seen: Array, row: Array, emitted: Array, depth: int) -> Verdict:
     """The path to `row` and its tokens, then the emitted one."""
     path = trees.path_to(row, seen, depth)
-    num_accepted = seen[row].sum() - 1
+    num_accepted = seen[row].sum(dtype=jnp.int32) - 1
     accepted = jnp.append(draft.tokens, 0)[path[1:] - 1]  # row 0 past the path's end reads the appended 0
     tokens = jnp.append(accepted, 0).at[num_accepted].set(emitted)
     return Verdict(path, num_accepted.astype(jnp.int32), tokens.astype(jnp.int32))
@@ -84,7 +84,7 @@ def sample(key: Array, log_law: Array) -> Array:
 def invert(weights: Array, u: Array) -> Array:
     """The first index [] of positive weight whose cumulative weight exceeds u times the total; the last one if none does."""
     total = jnp.cumsum(weights)
-    index = jnp.arange(weights.shape[0])
+    index = jnp.arange(weights.shape[0], dtype=jnp.int32)
     reached = (weights > 0) & (total > u * total[-1])  # a prefix sum may round up at a weight of 0: look at both
     first = jnp.where(reached, index, weights.shape[0]).min()
     last = jnp.where(weights > 0, index, 0).max()

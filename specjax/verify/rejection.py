@@ -15,8 +15,8 @@ from specjax.verify.common import at_tokens, draft_law, ratio, residual, top_dow
 def plan(draft: Draft, log_p: Array) -> Plan:
     """Draft of one chain, log_p [N+1, V] -> Plan."""
     n = draft.tokens.shape[0]
-    node = jnp.arange(n)
-    drafted = (draft.parents >= -1).sum()
+    node = jnp.arange(n, dtype=jnp.int32)
+    drafted = (draft.parents >= -1).sum(dtype=jnp.int32)
     p_x = at_tokens(log_p, node, draft.tokens)
     accept = p_x if draft.log_q is None else ratio(p_x, at_tokens(draft.log_q.astype(log_p.dtype), node, draft.tokens))
 

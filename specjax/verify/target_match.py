@@ -15,7 +15,7 @@ from specjax.verify.common import at_tokens, normalised, parent_rows, ratio, top
 def plan(draft: Draft, log_p: Array) -> Plan:
     """Draft of one tree, log_p [N+1, V] -> Plan.  A twin of an earlier sibling is never reached."""
     n = draft.tokens.shape[0]
-    node = jnp.arange(n)
+    node = jnp.arange(n, dtype=jnp.int32)
     p_x = at_tokens(log_p, parent_rows(draft), draft.tokens)
     older = (draft.parents[None] == draft.parents[:, None]) & (node[None] < node[:, None])
     twin = (older & (draft.tokens[None] == draft.tokens[:, None])).any(-1)

@@ -39,6 +39,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+WINDOW = {"sliding_window": 5, "max_window_layers": 1}
 GEMMA = {
     "model_type": "gemma3_text",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -54,9 +56,9 @@ CONFIGS = {
     "llama3_new": {**BASE, "model_type": "llama", "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
     "llama_linear": {**BASE, "model_type": "llama", "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "mistral": {**BASE, "model_type": "mistral", "rope_theta": 10_000.0, "sliding_window": 6},
-    "qwen2": {**BASE, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1},
-    "qwen2_window": {**BASE, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {**BASE, "model_type": "qwen3", "hidden_size": 20, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2": {**BASE, "model_type": "qwen2", "rope_theta": 1e6, **WINDOW, "use_sliding_window": False},
+    "qwen2_window": {**BASE, "model_type": "qwen2", "rope_theta": 1e6, **WINDOW, "use_sliding_window": True},
+    "qwen3": {**BASE, "model_type": "qwen3", "hidden_size": 20, "head_dim": 8, "rope_parameters": PLAIN},
     "gemma3_old": {
         **BASE,
         **GEMMA,
@@ -76,7 +78,7 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
         },
     },
-}  # fmt: skip
+}
 
 
 def shapes(c):

@@ -1,4 +1,4 @@
-"""GGUF files: round trips of every family against transformers' numbers, every quantisation, and named faults (L05, L07, L17)."""
+"""GGUF files: round trips of every family against transformers' numbers, every quantisation, named faults (L05, L07, L17)."""
 
 import types
 from pathlib import Path

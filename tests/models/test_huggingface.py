@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from specjax.models.huggingface import read_directory
 from specjax.models.transformer import language_model
 
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize {}\n"
+OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{OID}\nsize {{}}\n"
 
 
 def make(tmp_path, name="llama", change=None, tensors=None):
