@@ -159,7 +159,7 @@ def keep_nodes(draft: Draft, count: Array) -> Draft:
 
 
 def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
-    """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B]).
+    """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B, K+1]).
 
     Where the drafter names shorter widths, the narrowest block that holds every live node is run: a pass costs by its
     width, whether or not there was anything to verify.
@@ -176,12 +176,14 @@ def verify(params: Params, state: State, draft: Draft, noise: Callable, *, targe
             block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), part.tokens], 1)
             positions = cache.length[:, None] + seen.sum(-1) - 1
             out, cache = target.apply(params.target, block, cache, positions=positions, mask=seen, features=drafter.features)
-            verdict = decide(state, part, log_probs(state, part, seen, out.logits), noise, rule=rule, depth=depth)
-            sound = is_sound(out.logits, verdict)
+            log_p = log_probs(state, part, seen, out.logits)
+            verdict = decide(state, part, log_p, noise, rule=rule, depth=depth)
+            sound = is_sound(out.logits, log_p, verdict)
             cache = cache if drafter.chain else keep_path(cache, verdict.path)
             wider = lambda x, size: jnp.pad(x, ((0, 0), (0, size - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
             out = jax.tree.map(lambda x: wider(x, full), out)
-            return out, cache, verdict._replace(path=wider(verdict.path, drafter.depth + 1), tokens=wider(verdict.tokens, drafter.depth + 1)), sound
+            rows = [wider(x, drafter.depth + 1) for x in (verdict.path, verdict.tokens, sound)]
+            return out, cache, Verdict(rows[0], verdict.num_accepted, rows[1]), rows[2]
 
         return branch
 
@@ -210,11 +212,9 @@ def decide(state: State, draft: Draft, log_p: Array, noise: Callable, *, rule: R
     return jax.vmap(one)(accept, emit, shared, draft, log_p)
 
 
-def is_sound(logits: Array, verdict: Verdict) -> Array:
-    """Whether every row on the path [B] has a law: NaN, +inf, or nothing but -inf is a broken target, not a token."""
-    step = jnp.arange(verdict.path.shape[1])[None]
-    peak = take(logits.max(-1), verdict.path)
-    return (jnp.isfinite(peak) | (step > verdict.num_accepted[:, None])).all(1)
+def is_sound(logits: Array, log_p: Array, verdict: Verdict) -> Array:
+    """Whether each row on the path [B, K+1] has a law: NaN, +inf, or nothing but -inf is no token, before `warp` or after."""
+    return take(jnp.isfinite(logits.max(-1)) & jnp.isfinite(log_p.max(-1)), verdict.path)
 
 
 def freeze(live: Array, new, old):
@@ -229,16 +229,18 @@ def freeze(live: Array, new, old):
 
 
 def commit(state: State, draft: Draft, cache: KVCache, verdict: Verdict, sound: Array) -> tuple[State, RoundInfo]:
-    """Append what a row may still take: up to its first end-of-sequence token, its budget, or nothing if it is broken."""
+    """Append what a row may still take: up to its first end-of-sequence token, its budget, or a row without a law."""
     live = state.status == RUNNING
     step = jnp.arange(verdict.tokens.shape[1])[None]
     ends = (verdict.tokens[:, :, None] == state.eos[:, None]).any(-1) & (step <= verdict.num_accepted[:, None])
-    wanted = jnp.where(ends.any(1), ends.argmax(1), verdict.num_accepted) + 1
-    emitted = jnp.where(live & sound, jnp.minimum(wanted, state.max_length - state.length), 0)
+    wanted = jnp.where(ends.any(1), ends.argmax(1), verdict.num_accepted).astype(jnp.int32) + 1
+    allowed = jnp.minimum(wanted, state.max_length - state.length)
+    broken = ~sound & (step < allowed[:, None])  # past an end it does not matter: plain decoding never gets there
+    emitted = jnp.where(live, jnp.where(broken.any(1), broken.argmax(1).astype(jnp.int32), allowed), 0)
     length = state.length + emitted
     status = jnp.where(length >= state.max_length, LENGTH, RUNNING)
     status = jnp.where((ends & (step < emitted[:, None])).any(1), EOS, status)
-    status = jnp.where(live, jnp.where(sound, status, ERROR), state.status)
+    status = jnp.where(live, jnp.where(broken.any(1), ERROR, status), state.status)
     info = RoundInfo(
         drafted=jnp.where(live, (draft.parents >= -1).sum(1), 0),
         accepted=jnp.minimum(emitted, verdict.num_accepted),

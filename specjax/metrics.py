@@ -47,10 +47,33 @@ def statistics(rounds: RoundInfo | Sequence[RoundInfo], num_draft: int) -> Stati
     """
     several = [rounds] if isinstance(rounds, RoundInfo) else rounds
     drafted, accepted, emitted = (np.concatenate([np.asarray(r[i], np.int64) for r in several] or [np.zeros(0, np.int64)]) for i in range(3))
-    steps, num_drafted, num_accepted, num_emitted = len(drafted), int(drafted.sum()), int(accepted.sum()), int(emitted.sum())
-    histogram = np.bincount(accepted, minlength=num_draft + 1)
     by_length = np.zeros((int(drafted.max(initial=num_draft)) + 1, num_draft + 1), np.int64)
     np.add.at(by_length, (drafted, accepted), 1)
+    return _from_counts(by_length, int(emitted.sum()))
+
+
+def merge(several: Sequence[Statistics]) -> Statistics:
+    """Statistics of several requests pooled: counts are added, rates follow from the sums.
+
+    Raises:
+      ValueError: none, or of different K.
+    """
+    depths = sorted({s.num_spec_tokens for s in several})
+    if len(depths) != 1:
+        raise ValueError(f"statistics with num_spec_tokens {depths} cannot be pooled: give some, all of one K")
+    tables = [np.asarray(s.acceptance_histogram_by_draft_length, np.int64) for s in several]
+    total = np.zeros((max(map(len, tables)), depths[0] + 1), np.int64)
+    for table in tables:
+        total[: len(table)] += table
+    return _from_counts(total, sum(s.num_emitted_tokens for s in several))
+
+
+def _from_counts(by_length: np.ndarray, num_emitted: int) -> Statistics:
+    """by_length [N+1, K+1] counts rounds by tokens drafted and tokens accepted; all but `num_emitted` follows from it."""
+    histogram, num_draft = by_length.sum(0), by_length.shape[1] - 1
+    steps = int(histogram.sum())
+    num_drafted = int(by_length.sum(1) @ np.arange(len(by_length)))
+    num_accepted = int(histogram @ np.arange(num_draft + 1))
     reached = histogram[::-1].cumsum()[::-1][1:]  # rounds that accepted at least 1, 2, .. K tokens
     return Statistics(
         num_spec_steps=steps,

@@ -118,11 +118,13 @@ def _stack_bias(biases: Sequence[Mapping[int, float]], vocab_size: int) -> Bias:
 
 def warp(sampling: SamplingParams, logits: Array, history: History) -> Array:
     """logits [R, V] of one sequence's verified rows -> log_p [R, V], normalised; a NaN row stays without support."""
+    values = {f: getattr(sampling, f) for f in _RANGES if f != "top_k"}
+    sampling = sampling._replace(**{f: v.astype(logits.dtype) for f, v in values.items() if v is not None})
     x = _penalised(sampling, logits, history)
     if sampling.logit_bias is not None:
         x = x.at[:, sampling.logit_bias.ids].add(sampling.logit_bias.values[None].astype(x.dtype), mode="drop")
     greedy = sampling.temperature <= 0
-    y = x / jnp.where(greedy, 1, sampling.temperature).astype(x.dtype)
+    y = (x - x.max(-1, keepdims=True)) / jnp.where(greedy, 1, sampling.temperature)  # a tiny temperature must not overflow
     kept = jnp.where(y >= _cut(sampling, y), y, -jnp.inf)
     return jnp.where(greedy, one_hot_log(first_argmax(x), x), jax.nn.log_softmax(kept, -1))
 
@@ -135,9 +137,9 @@ def tempered(logits: Array, temperature: Array) -> Array:
 
 
 def first_argmax(x: Array) -> Array:
-    """argmax over the last axis, lowest index on a tie; len(axis) if it holds NaN.  (XLA's argmax is slow on CPU.)"""
+    """argmax over the last axis, lowest index on a tie; len(axis) if it holds NaN or only -inf.  (XLA's argmax is slow on CPU.)"""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return jnp.where(x == x.max(-1, keepdims=True), index, x.shape[-1]).min(-1)
+    return jnp.where((x == x.max(-1, keepdims=True)) & (x > -jnp.inf), index, x.shape[-1]).min(-1)
 
 
 def one_hot_log(token: Array, like: Array) -> Array:

@@ -56,8 +56,8 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
 
         carry = (rewind(cache, sequences.length), root)
         carry, (tokens, laws) = jax.lax.scan(step, carry, jnp.arange(1, num_draft))
-        token, law = last(carry, num_draft)
-        draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, law[None], 0))
+        token, log_q = last(carry, num_draft)
+        draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, log_q[None], 0))
         return draft, rewind(carry[0], state.length)
 
     return Drafter(

@@ -39,12 +39,13 @@ class Linear(nn.Module):
         return y.reshape(x.shape[:-1] + self.features)
 
 
-def matmul(x: Array, kernel: Array) -> Array:
-    """x [..., in] @ kernel [in, out] -> float32 [..., out]."""
+def matmul(x: Array, kernel: Array, *, axis: int = 0) -> Array:
+    """x [..., in] times a kernel whose `axis` is in -> float32 [..., out].  A transposed kernel is never copied."""
     rows = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
     pad = rows.shape[0] == 1 and kernel.dtype == jnp.bfloat16
-    y = jnp.matmul(jnp.concatenate([rows, rows]) if pad else rows, kernel, preferred_element_type=jnp.float32)
-    return (y[:1] if pad else y).reshape(x.shape[:-1] + kernel.shape[1:])
+    rows = jnp.concatenate([rows, rows]) if pad else rows
+    y = jax.lax.dot_general(rows, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return (y[:1] if pad else y).reshape(*x.shape[:-1], kernel.shape[1 - axis])
 
 
 def last_axis(vector: Array, x: Array) -> Array:
@@ -138,14 +139,16 @@ class Segment(NamedTuple):
 
 
 def attend(q: Array, segments: tuple[Segment, ...], scale: float) -> Array:
-    """Softmax attention of q [B, T, G, R, head_dim] over one or more segments, without joining their keys."""
-    scores = [jnp.einsum("btgrd,bgds->bgrts", q, s.k.astype(q.dtype), preferred_element_type=jnp.float32) for s in segments]
-    scores = [jnp.where(s.seen[:, None, None], x * scale, -1e30) for s, x in zip(segments, scores, strict=True)]
-    joint = scores[0] if len(scores) == 1 else jnp.concatenate(scores, -1)
-    weights = jax.nn.softmax(joint, -1)
-    cuts = [sum(x.shape[-1] for x in scores[:i]) for i in range(1, len(scores))]
-    parts = jnp.split(weights, cuts, -1)
-    return sum(jnp.einsum("bgrts,bgsd->btgrd", w, s.v.astype(w.dtype)) for w, s in zip(parts, segments, strict=True))
+    """Softmax attention of q [B, T, G, R, head_dim] over one or more segments, without joining or transposing their keys."""
+    b, t, g, r, d = q.shape
+    q = q.transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d) * scale
+    scores = [jnp.matmul(q.astype(s.k.dtype), s.k, preferred_element_type=jnp.float32) for s in segments]
+    seen = [jnp.broadcast_to(s.seen[:, None, None], (b, 1, r, *s.seen.shape[1:])).reshape(b, 1, r * t, -1) for s in segments]
+    scores = jnp.concatenate([jnp.where(m, x, -1e30) for m, x in zip(seen, scores, strict=True)], -1)
+    ends = [sum(s.seen.shape[-1] for s in segments[: i + 1]) for i in range(len(segments))]
+    weights = jnp.split(jax.nn.softmax(scores, -1), ends[:-1], -1)
+    y = sum(jnp.matmul(w.astype(s.v.dtype), s.v, preferred_element_type=jnp.float32) for w, s in zip(weights, segments, strict=True))
+    return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4)
 
 
 class Attention(nn.Module):

@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         return self.embedding[tokens].astype(jnp.float32) * self.config.embed_scale
 
     def unembed(self, hidden: Array) -> Array:
-        return matmul(hidden, self.embedding.T if self.config.tied else self.head)
+        return matmul(hidden, self.embedding, axis=1) if self.config.tied else matmul(hidden, self.head)
 
     def __call__(self, tokens, cache: KVCache, positions=None, mask=None, features=(), context: KVCache | None = None):
         c = self.config

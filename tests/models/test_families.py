@@ -16,6 +16,7 @@ from specjax.models.layers import rope_frequencies
 from specjax.models.transformer import language_model
 
 CAPACITY = 26
+QUICK = {"xla_backend_optimization_level": 0}  # compiles twice as fast
 SAME_PASS = ("llama3_new", "llama_linear", "qwen2")  # differ from one tried in chunks by rotary table or mask alone
 CLOSE = {"rtol": 0, "atol": 2e-5}
 
@@ -32,7 +33,8 @@ def family(request, tmp_path_factory):
     directory = golden.save(tmp_path_factory.mktemp("hf"), golden.CONFIGS[request.param], golden.weights(request.param))
     _, config, params = read_directory(directory)
     model = language_model(config)
-    run = jax.jit(lambda params, tokens, cache: model.apply(params, tokens, cache, features=tuple(range(config.layers))), compiler_options={"xla_backend_optimization_level": 0})
+    every = functools.partial(model.apply, features=tuple(range(config.layers)))
+    run = jax.jit(every, compiler_options=QUICK)
     return request.param, model, params, run
 
 
@@ -81,7 +83,7 @@ def test_chunks_of_uneven_size_over_the_cache_equal_transformers(family, results
 def test_features_are_picked_by_layer_number_and_hidden_is_normed(family, results):
     """Layer numbers count outputs from 0, as transformers' hidden_states[i + 1]; any order may be asked for."""
     name, model, params, _ = family
-    run = jax.jit(functools.partial(model.apply, features=(1, 0)))
+    run = jax.jit(functools.partial(model.apply, features=(1, 0)), compiler_options=QUICK)
     out, _ = run(params, jnp.asarray(golden.batch()[:1]), model.init_cache(1, CAPACITY))
     np.testing.assert_allclose(out.features[0], results[f"{name}.features"][: golden.LENGTHS[0], [1, 0]], **CLOSE)
     np.testing.assert_allclose(model.unembed(params, out.hidden), out.logits, **CLOSE)

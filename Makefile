@@ -1,0 +1,51 @@
+# Two commands: `make demo` and `make test`.  Each makes its own .venv and installs what it needs.
+VENV ?= .venv
+PARITY ?= .venv-parity
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow lint types doctest notebooks parity clean
+
+demo: $(VENV)/.core
+	$(BIN)/specjax demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow and not parity"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
+doctest: $(VENV)/.test
+	$(BIN)/python -m pytest --doctest-modules specjax
+
+parity: $(PARITY)/.parity
+	$(PARITY)/bin/python -m pytest -m parity tests/parity
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+$(VENV)/.core: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -e ".[test,dev]"
+	touch $@ $(VENV)/.core
+
+# torch first and pinned: an unpinned torch may bring a CUDA build of several GB
+$(PARITY)/.parity: pyproject.toml
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install -q --upgrade pip
+	$(PARITY)/bin/python -m pip install -q "torch==2.13.0"
+	$(PARITY)/bin/python -m pip install -q -e ".[test,parity]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(PARITY) build *.egg-info .pytest_cache .ruff_cache
