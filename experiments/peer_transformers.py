@@ -54,7 +54,13 @@ def peer(model, ids, max_new, lookup):
     with torch.inference_mode():
         extra = {"prompt_lookup_num_tokens": lookup} if lookup else {}
         out = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new, do_sample=False, eos_token_id=2, pad_token_id=2, **extra
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=max_new,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=2,
+            **extra,
         )
     return time.perf_counter() - began, out[0, len(ids) :].tolist(), float("nan")
 
@@ -91,8 +97,23 @@ def main():
                 run(ids)
         for name, run in runs.items():
             seconds, tokens, tau = run(ids)
-            rows.append(dict(id=prompt.id, category=prompt.category, method=name, seconds=seconds, tokens=tokens, tau=tau, prompt=len(ids)))
-        print(prompt.id, prompt.category, [(r["method"], round(len(r["tokens"]) / r["seconds"], 1)) for r in rows[-len(runs) :]], file=sys.stderr)
+            rows.append(
+                dict(
+                    id=prompt.id,
+                    category=prompt.category,
+                    method=name,
+                    seconds=seconds,
+                    tokens=tokens,
+                    tau=tau,
+                    prompt=len(ids),
+                )
+            )
+        print(
+            prompt.id,
+            prompt.category,
+            [(r["method"], round(len(r["tokens"]) / r["seconds"], 1)) for r in rows[-len(runs) :]],
+            file=sys.stderr,
+        )
     report(rows, list(runs))
     if args.json:
         with open(args.json, "w") as file:
@@ -109,9 +130,19 @@ def report(rows, methods):
         cost = lambda m, p: p[m]["seconds"] / len(p[m]["tokens"])
         return sum(cost(b, p) for p in prompts) / sum(cost(a, p) for p in prompts)
 
-    pairs = [("specjax plain", "transformers plain"), ("specjax ngram", "specjax plain"), ("specjax ngram", "transformers prompt lookup")]
+    pairs = [
+        ("specjax plain", "transformers plain"),
+        ("specjax ngram", "specjax plain"),
+        ("specjax ngram", "transformers prompt lookup"),
+    ]
     pairs = [pair for pair in pairs if set(pair) <= set(methods)]
-    print("| category | " + " | ".join(f"{m} tok/s" for m in methods) + " | ngram tau | " + " | ".join(f"{a} / {b}" for a, b in pairs) + " |")
+    print(
+        "| category | "
+        + " | ".join(f"{m} tok/s" for m in methods)
+        + " | ngram tau | "
+        + " | ".join(f"{a} / {b}" for a, b in pairs)
+        + " |"
+    )
     print("|---" * (2 + len(methods) + len(pairs)) + "|")
     categories = [*dict.fromkeys(c for _, c in table), "all"]
     for category in categories:

@@ -146,6 +146,8 @@ def stream(
 
     `stride` is the number of rounds between two pieces; the last Piece carries the Completion.
     """
+    if stride < 1:
+        raise ValueError(f"stride={stride}: show text every round (1) or more rarely")
     session = _begin(lm, drafter, [prompt], key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
     shown = 0
     for _ in _advance(session, stride):
@@ -194,11 +196,15 @@ def _begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop)
         tokens[row, : len(prompt)] = prompt
     eos = np.asarray([lm.tokenizer.eos_ids if lm.tokenizer else ()] * len(ids), np.int32).reshape(len(ids), -1)
     eos = np.pad(eos, ((0, 0), (0, 1)), constant_values=-1)  # never empty
+    if jnp.ndim(key) and key.shape != (len(ids),):
+        raise ValueError(f"{key.shape[0]} keys for {len(ids)} prompts: give one, or one each")
     request = keys.request_keys(key, jnp.arange(len(ids))) if jnp.ndim(key) == 0 else key
     both = Params(lm.params, loaded.params)
     static = dict(target=lm.model, drafter=loaded.drafter)
     stacked = sampling.stack(each, lm.model.vocab_size)
-    state = start(both, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends), jnp.asarray(eos), request, stacked, **static)
+    state = start(
+        both, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends), jnp.asarray(eos), request, stacked, **static
+    )
     state = prefill(both, state, chunk=64 if jax.default_backend() == "cpu" else 256, **static)
     streams = [lm.tokenizer.stream(stop=stop) for _ in ids] if lm.tokenizer else []
     if stop and not streams:
@@ -212,11 +218,14 @@ def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
     Raises:
       ValueError: empty, longer than the context, or ids outside the vocabulary.
     """
-    if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+    chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
+    if lm.tokenizer is None and (chat or isinstance(prompt, str)):
+        raise ValueError(f"prompt {index} is text, and this model was loaded without a tokenizer: give token ids")
+    if chat:
         ids = lm.tokenizer.chat(prompt)
     else:
         ids = lm.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
-    if not prompt or not ids:
+    if not len(prompt) or not ids:
         raise ValueError(f"prompt {index} is empty: give at least one token")
     if len(ids) > lm.model.max_length:
         raise ValueError(f"prompt {index} has {len(ids)} tokens, the context holds {lm.model.max_length}: shorten it")

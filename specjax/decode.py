@@ -25,9 +25,13 @@ def check(target: LanguageModel, drafter: Drafter, rule: Rule) -> None:
     if rule.chain and not drafter.chain:
         raise ValueError("this rule verifies chains only, and the drafter proposes a tree: choose a tree rule")
     if drafter.children not in rule.accepts:
-        raise ValueError(f"this rule is exact for children drawn as {rule.accepts}, the drafter draws them as {drafter.children!r}")
+        raise ValueError(
+            f"this rule is exact for children drawn as {rule.accepts}, the drafter draws them as {drafter.children!r}"
+        )
     if drafter.vocab_size not in (None, target.vocab_size):
-        raise ValueError(f"drafter vocabulary {drafter.vocab_size} != target {target.vocab_size}: use a drafter made for this target")
+        raise ValueError(
+            f"drafter vocabulary {drafter.vocab_size} != target {target.vocab_size}: use a drafter made for this target"
+        )
     bad = [i for i in drafter.features if not 0 <= i < target.num_layers]
     if bad:
         raise ValueError(f"the drafter wants layers {bad}, but the target has {target.num_layers}")
@@ -208,7 +212,10 @@ def decide(state: State, draft: Draft, log_p: Array, noise: Callable, *, rule: R
     shared = jnp.concatenate([noise(d) for d in range(1, depth + 2)], 1) if rule.coupled else None
     accept = keys.round_keys(state.key, keys.ACCEPT, state.length)
     emit = keys.round_keys(state.key, keys.EMIT, state.length)
-    one = lambda *row: draw(rule, *row, depth)
+
+    def one(key_accept, key_emit, noise, draft, log_p):
+        return draw(rule, key_accept, key_emit, noise, draft, log_p, depth)
+
     return jax.vmap(one)(accept, emit, shared, draft, log_p)
 
 

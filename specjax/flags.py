@@ -204,9 +204,8 @@ def parse(arguments: Sequence[str]) -> Any:
         raise ValueError(f"{_one_line(said.getvalue())}: see specjax --help") from None
     if rest:
         name = rest[0].split("=")[0]
-        known = sorted(flags(type(command)))
-        guess = _guess(name, known)
-        raise ValueError(f"specjax {arguments[0]} has no {name!r}: {guess}there are: {', '.join(known)}")
+        guess = _guess(name, list(flags(type(command)))) or f"see specjax {arguments[0]} --help"
+        raise ValueError(f"specjax {arguments[0]} has no {name!r}: {guess.strip()}")
     return command
 
 

@@ -46,7 +46,9 @@ def statistics(rounds: RoundInfo | Sequence[RoundInfo], num_draft: int) -> Stati
       num_draft: K, the deepest a draft may go.
     """
     several = [rounds] if isinstance(rounds, RoundInfo) else rounds
-    drafted, accepted, emitted = (np.concatenate([np.asarray(r[i], np.int64) for r in several] or [np.zeros(0, np.int64)]) for i in range(3))
+    drafted, accepted, emitted = (
+        np.concatenate([np.asarray(r[i], np.int64) for r in several] or [np.zeros(0, np.int64)]) for i in range(3)
+    )
     by_length = np.zeros((int(drafted.max(initial=num_draft)) + 1, num_draft + 1), np.int64)
     np.add.at(by_length, (drafted, accepted), 1)
     return _from_counts(by_length, int(emitted.sum()))

@@ -83,7 +83,7 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     for token, value in (params.logit_bias or {}).items():
         if not 0 <= token < vocab_size:
             raise ValueError(f"logit_bias names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
-        if math.isnan(value) or value == math.inf:
+        if not value <= np.finfo(np.float32).max:
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number, or -inf to forbid it")
 
 
@@ -104,7 +104,9 @@ def stack(params: Sequence[SamplingParams], vocab_size: int) -> SamplingParams:
         return jnp.asarray([min(_NEUTRAL[field] if v is None else v, _NEUTRAL["top_k"]) for v in values], dtype)
 
     biases = [p.logit_bias or {} for p in params]
-    return SamplingParams(logit_bias=_stack_bias(biases, vocab_size) if any(biases) else None, **{f: column(f) for f in _NEUTRAL})
+    return SamplingParams(
+        logit_bias=_stack_bias(biases, vocab_size) if any(biases) else None, **{f: column(f) for f in _NEUTRAL}
+    )
 
 
 def _stack_bias(biases: Sequence[Mapping[int, float]], vocab_size: int) -> Bias:
@@ -137,7 +139,7 @@ def tempered(logits: Array, temperature: Array) -> Array:
 
 
 def first_argmax(x: Array) -> Array:
-    """argmax over the last axis, lowest index on a tie; len(axis) if it holds NaN or only -inf.  (XLA's argmax is slow on CPU.)"""
+    """argmax over the last axis, lowest index on a tie; len(axis) if it holds NaN or only -inf.  (XLA's is slow on CPU.)"""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     return jnp.where((x == x.max(-1, keepdims=True)) & (x > -jnp.inf), index, x.shape[-1]).min(-1)
 
@@ -157,14 +159,17 @@ def _penalised(sampling: SamplingParams, x: Array, history: History) -> Array:
     rows = jnp.arange(x.shape[0])[:, None]
 
     def counts(start):
-        base = jnp.zeros(x.shape[-1], x.dtype).at[history.tokens].add(((slot >= start) & (slot < history.length)).astype(x.dtype))
+        base = (
+            jnp.zeros(x.shape[-1], x.dtype).at[history.tokens].add(((slot >= start) & (slot < history.length)).astype(x.dtype))
+        )
         return jnp.broadcast_to(base[None], x.shape).at[rows, history.drafted[None]].add(history.seen[:, 1:].astype(x.dtype))
 
     if repetition is not None:
         x = jnp.where(counts(0) > 0, jnp.where(x > 0, x / repetition, x * repetition), x)
     if presence is not None or frequency is not None:
         output = counts(history.prompt_length)
-        x = x - (0 if frequency is None else frequency) * output - (0 if presence is None else presence) * (output > 0)
+        x = x if frequency is None else x - frequency * output
+        x = x if presence is None else x - jnp.where(output > 0, presence, 0)
     return x
 
 
@@ -175,7 +180,10 @@ def _cut(sampling: SamplingParams, y: Array) -> Array:
         cut = threshold(y, jnp.ones_like(y), jnp.minimum(sampling.top_k, y.shape[-1]).astype(y.dtype))
     if sampling.top_p is not None:
         mass = jnp.where(y >= cut, jnp.exp(y - y.max(-1, keepdims=True)), 0)
-        nucleus = threshold(y, mass, sampling.top_p * mass.sum(-1, keepdims=True))
+        needed = jnp.maximum(sampling.top_p, jnp.finfo(y.dtype).tiny) * mass.sum(
+            -1, keepdims=True
+        )  # never 0: that keeps nothing
+        nucleus = threshold(y, mass, needed)
         cut = jnp.where(sampling.top_p < 1, jnp.maximum(cut, nucleus), cut)  # 1 keeps all: rounding must not cut a tail
     if sampling.min_p is not None:
         cut = jnp.maximum(cut, y.max(-1, keepdims=True) + jnp.log(sampling.min_p))

@@ -38,4 +38,8 @@ def links(parents: Array) -> tuple[Array, Array]:
 def path_to(row: Array, seen: Array, depth: int) -> Array:
     """Block rows [depth+1] from row 0 down to `row`, given ancestors `seen`; zeros past its depth."""
     level = seen.sum(-1, dtype=jnp.int32) - 1
-    return jnp.zeros(depth + 1, jnp.int32).at[jnp.where(seen[row], level, depth + 1)].set(jnp.arange(level.shape[0], dtype=jnp.int32), mode="drop")
+    return (
+        jnp.zeros(depth + 1, jnp.int32)
+        .at[jnp.where(seen[row], level, depth + 1)]
+        .set(jnp.arange(level.shape[0], dtype=jnp.int32), mode="drop")
+    )

@@ -61,7 +61,9 @@ class Draft(NamedTuple):
 
     tokens: Array  # [B, N] int32
     parents: Array  # [B, N] int32: a node, -1 for the last committed token, -2 for no such node
-    log_q: Array | None = None  # [B, N, V] law each node was REALLY drawn from, given parent and earlier siblings; None = point mass
+    log_q: Array | None = (
+        None  # [B, N, V] law each node was REALLY drawn from, given parent and earlier siblings; None = point mass
+    )
     confidence: Array | None = None  # [B, N] P(accepted | parent accepted); may look at earlier nodes only
 
 
@@ -120,9 +122,9 @@ class State(NamedTuple):
 class RoundInfo(NamedTuple):
     """What a human needs of one round; all zero for a row that had already ended."""
 
-    drafted: Array  # [B] nodes that existed
-    accepted: Array  # [B] drafted tokens that were accepted AND emitted
-    emitted: Array  # [B] tokens appended
+    drafted: Any  # [B] nodes that existed
+    accepted: Any  # [B] drafted tokens that were accepted AND emitted
+    emitted: Any  # [B] tokens appended
 
 
 class LanguageModel(NamedTuple):

@@ -29,7 +29,9 @@ def ngram(*, num_draft: int, min_order: int = 2, max_order: int = 8) -> Drafter:
         raise ValueError(f"min_order={min_order} and max_order={max_order}: need 1 <= min_order <= max_order")
 
     def propose(noise, params, state, sequences):
-        tokens, count = jax.vmap(lambda t, n: continuation(t, n, num_draft, min_order, max_order))(sequences.tokens, sequences.length)
+        tokens, count = jax.vmap(lambda t, n: continuation(t, n, num_draft, min_order, max_order))(
+            sequences.tokens, sequences.length
+        )
         parents = jnp.where(jnp.arange(num_draft)[None] < count[:, None], jnp.asarray(trees.chain(num_draft))[None], -2)
         return Draft(tokens, parents), state
 

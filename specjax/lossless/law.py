@@ -43,7 +43,9 @@ def exact(rule: Rule, parents: np.ndarray, p: Target, q: Proposal, vocab_size: i
     n = len(parents)
     seen = np.asarray(trees.ancestors(jnp.asarray(parents, jnp.int32), n))
     horizon = int(seen.sum(1).max())
-    thresholds = jax.jit(lambda tokens, log_p, log_q: _numbers(rule.plan(Draft(tokens, jnp.asarray(parents, jnp.int32), log_q), log_p), n))
+    thresholds = jax.jit(
+        lambda tokens, log_p, log_q: _numbers(rule.plan(Draft(tokens, jnp.asarray(parents, jnp.int32), log_q), log_p), n)
+    )
     joint, accepted = np.zeros((vocab_size,) * horizon), 0.0
     for tokens in itertools.product(range(vocab_size), repeat=n):
         weight, prefixes, laws = draft_probability(tokens, parents, q)
@@ -68,7 +70,8 @@ def truth(p: Target, vocab_size: int, horizon: int) -> np.ndarray:
 
 def draft_probability(tokens: tuple[int, ...], parents: np.ndarray, q: Proposal):
     """Probability of drawing `tokens` [N], the prefix at each block row, and the law of each node."""
-    weight, prefixes, laws = 1.0, [()], []
+    weight, laws = 1.0, []
+    prefixes: list[tuple[int, ...]] = [()]
     for i, parent in enumerate(parents):
         prefix = prefixes[max(parent, -1) + 1]
         siblings = tuple(tokens[j] for j in range(i) if parents[j] == parent)

@@ -78,7 +78,7 @@ class RopeScaling(NamedTuple):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Array:
-    """Angles per position [head_dim / 2], radians; plain, linearly scaled, or Llama 3's (Llama 3.1 report, rope_type "llama3")."""
+    """Radians per position [head_dim / 2]: plain, scaled linearly or by given factors, or Llama 3's (rope_type "llama3")."""
     frequency = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
@@ -99,7 +99,9 @@ def rope(x: Array, positions: Array, frequency: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def visible(length, positions: Array, slots: int, mask: Array | None, window: int | None = None, offset=0) -> Array:
+def visible(
+    length: Array, positions: Array, slots: int, mask: Array | None, window: int | None = None, offset: Array | int = 0
+) -> Array:
     """Which of `slots` cache slots each new token sees: [B, T, S].
 
     mask [T, W] or [B, T, W] speaks of the LAST W slots, ending with the T new ones; every earlier slot is visible.  None
@@ -147,8 +149,10 @@ def attend(q: Array, segments: tuple[Segment, ...], scale: float) -> Array:
     scores = jnp.concatenate([jnp.where(m, x, -1e30) for m, x in zip(seen, scores, strict=True)], -1)
     ends = [sum(s.seen.shape[-1] for s in segments[: i + 1]) for i in range(len(segments))]
     weights = jnp.split(jax.nn.softmax(scores, -1), ends[:-1], -1)
-    y = sum(jnp.matmul(w.astype(s.v.dtype), s.v, preferred_element_type=jnp.float32) for w, s in zip(weights, segments, strict=True))
-    return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4)
+    parts = [
+        jnp.matmul(w.astype(s.v.dtype), s.v, preferred_element_type=jnp.float32) for w, s in zip(weights, segments, strict=True)
+    ]
+    return sum(parts[1:], parts[0]).reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4)
 
 
 class Attention(nn.Module):

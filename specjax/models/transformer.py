@@ -121,7 +121,12 @@ def language_model(config: TransformerConfig, *, dtype=jnp.float32, cache_dtype=
 
     def init_cache(batch: int, capacity: int) -> KVCache:
         return kv.allocate(
-            layers=config.layers, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim, capacity=capacity, dtype=cache_dtype
+            layers=config.layers,
+            batch=batch,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            capacity=capacity,
+            dtype=cache_dtype,
         )
 
     def init(key):

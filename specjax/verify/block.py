@@ -44,7 +44,12 @@ def plan(draft: Draft, log_p: Array) -> Plan:
 def kept_mass(p_x: Array, q_x: Array) -> Array:
     """P_0..P_N [N+1] from the probabilities of the drafted tokens [N]; 0 from a token that q could not draw."""
     raw = jnp.where(q_x > 0, p_x / jnp.where(q_x > 0, q_x, 1), 0)
-    _, kept = jax.lax.scan(lambda mass, r: (jnp.minimum(1, mass * r),) * 2, jnp.ones((), p_x.dtype), raw)
+
+    def step(mass, r):
+        mass = jnp.minimum(1, mass * r)
+        return mass, mass
+
+    _, kept = jax.lax.scan(step, jnp.ones((), p_x.dtype), raw)
     return jnp.concatenate([jnp.ones(1, p_x.dtype), kept])
 
 

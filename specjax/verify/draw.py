@@ -17,14 +17,14 @@ from specjax.types import Array, Draft, Plan, Rule, Verdict
 from specjax.verify.common import parent_rows
 
 
-def draw(rule: Rule, key_accept: Array, key_emit: Array, noise: Array | None, draft: Draft, log_p: Array, depth: int) -> Verdict:
+def draw(rule: Rule, key_accept: Array, key_emit: Array, noise, draft: Draft, log_p: Array, depth: int) -> Verdict:
     """Throw the coins of one round.
 
     Args:
       rule: the verification rule.
       key_accept: key of the acceptance coins.
       key_emit: key of the emitted token.
-      noise: [depth+1, V] the request's own noise by depth; read by coupled rules only.
+      noise: [depth+1, V] the request's own noise by depth, for coupled rules; None for the others.
       draft: one sequence's Draft of N nodes.
       log_p: [N+1, V] the target's law at each row of the block.
       depth: the longest path, in tokens.

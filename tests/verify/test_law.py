@@ -129,7 +129,7 @@ def test_faults_that_shipped_elsewhere_are_caught(plan):
 
 
 def test_worked_round():
-    """"The cat sat on the": q .70 .35 .25 .30 .., p .85 .40 .30 .10 ..; a coin above 1/3 at the fourth token refuses it.
+    """ "The cat sat on the": q .70 .35 .25 .30 .., p .85 .40 .30 .10 ..; a coin above 1/3 at the fourth token refuses it.
 
     Three accepted, one from the residual, the fifth dropped.
     """
@@ -153,6 +153,8 @@ def test_worked_round():
     expected = np.maximum(np.exp(log_p[3]) - np.exp(rows(q_x)[3]), 0)
     np.testing.assert_allclose(correction, expected / expected.sum(), atol=1e-12)
     assert correction[3] == 0
-    result = verdict(Draft(tokens, jnp.asarray(trees.chain(5))), trees.ancestors(jnp.asarray(trees.chain(5)), 5), row, jnp.array(5), 5)
+    result = verdict(
+        Draft(tokens, jnp.asarray(trees.chain(5))), trees.ancestors(jnp.asarray(trees.chain(5)), 5), row, jnp.array(5), 5
+    )
     assert int(result.num_accepted) == 3 and result.tokens[:4].tolist() == [0, 1, 2, 5]
     assert int(walk(follow(plan, jnp.array([0.9, 0.9, 0.9, 0.33, 0.0])))) == 5
