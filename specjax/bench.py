@@ -196,8 +196,8 @@ def pass_times(lm: LM, contender: Contender, work: Work) -> PassTimes:
     next(api._advance(session, max(1, work.max_new_tokens // 2 // (drafter.depth + 1))))
     state, static = session.state[0], dict(target=lm.model, drafter=drafter)
     held = (session.params, state._replace(drafter=()))
-    draft = lambda held, carry: draft_once(*held, carry, rule=session.rule, **static)
-    verify = lambda held, carry: verify_once(*held, carry, **static)
+    draft = lambda held, carry: draft_once(held[0], held[1], carry, rule=session.rule, **static)
+    verify = lambda held, carry: verify_once(held[0], held[1], carry, **static)
     t_draft = milliseconds(draft, held, (state.drafter, jnp.zeros((), jnp.int32))) if drafter.num_nodes else 0.0
     return PassTimes(t_draft, milliseconds(verify, held, (state.cache, jnp.zeros(()))))
 
@@ -213,7 +213,7 @@ def verify_once(params, state: State, carry, *, target, drafter):
 def draft_once(params, state: State, carry, *, target, drafter, rule):
     """(drafter state, total) -> the same after what the drafter does in a round in which nothing was accepted."""
     held, total = carry
-    state = state._replace(length=state.length + (total < 0))  # never moves, but nothing can be hoisted
+    state = state._replace(length=state.length + jnp.where(total < 0, 1, 0))  # never moves, but nothing can be hoisted
     sequences = Sequences(state.tokens, state.length, state.cache, state.sampling)
     noise = decode.noise_source(state, rule, target.vocab_size)
     draft, held = drafter.propose(noise, params, held, sequences)

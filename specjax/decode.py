@@ -14,9 +14,24 @@ import jax.numpy as jnp
 
 from specjax import keys, sampling, trees
 from specjax.cache import keep_path, put, rewind, take
+from specjax.loops import freeze, padded, when
 from specjax.types import (
-    EOS, ERROR, LENGTH, RUNNING, Array, Draft, Drafter, KVCache, LanguageModel, Params, RoundInfo, Rule, Sequences, State, Verdict,
-)  # fmt: skip
+    EOS,
+    ERROR,
+    LENGTH,
+    RUNNING,
+    Array,
+    Draft,
+    Drafter,
+    KVCache,
+    LanguageModel,
+    Params,
+    RoundInfo,
+    Rule,
+    Sequences,
+    State,
+    Verdict,
+)
 from specjax.verify.draw import draw
 
 
@@ -171,31 +186,33 @@ def verify(params: Params, state: State, draft: Draft, noise: Callable, *, targe
     full = drafter.num_nodes + 1
     widths = sorted({w for w in drafter.widths if w < full} | {full})
 
-    def narrow(width: int) -> Callable:
-        depth = min(drafter.depth, width - 1)
-
-        def branch(cache: KVCache):
-            part = jax.tree.map(lambda x: x[:, : width - 1], draft)
-            seen = jax.vmap(lambda parents: trees.ancestors(parents, depth))(part.parents)
-            block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), part.tokens], 1)
-            positions = cache.length[:, None] + seen.sum(-1) - 1
-            out, cache = target.apply(params.target, block, cache, positions=positions, mask=seen, features=drafter.features)
-            log_p = log_probs(state, part, seen, out.logits)
-            verdict = decide(state, part, log_p, noise, rule=rule, depth=depth)
-            sound = is_sound(out.logits, log_p, verdict)
-            cache = cache if drafter.chain else keep_path(cache, verdict.path)
-            wider = lambda x, size: jnp.pad(x, ((0, 0), (0, size - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
-            out = jax.tree.map(lambda x: wider(x, full), out)
-            rows = [wider(x, drafter.depth + 1) for x in (verdict.path, verdict.tokens, sound)]
-            return out, cache, Verdict(rows[0], verdict.num_accepted, rows[1]), rows[2]
-
-        return branch
+    def block(width: int, cache: KVCache):
+        part = jax.tree.map(lambda x: x[:, : width - 1], draft)
+        return verify_block(params, state._replace(cache=cache), part, noise, target=target, drafter=drafter, rule=rule)
 
     if len(widths) == 1:
-        return narrow(full)(state.cache)
+        return block(full, state.cache)
     last = jnp.where(draft.parents >= -1, jnp.arange(1, full)[None], 0).max()  # the last live node of any row
     choice = jnp.searchsorted(jnp.asarray(widths), last + 1)
-    return jax.lax.switch(choice, [narrow(w) for w in widths], state.cache)
+    shapes = jax.eval_shape(lambda cache: block(full, cache), state.cache)
+    result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    result = (result[0], state.cache, *result[2:])
+    for i, width in enumerate(widths):
+        result = when(choice == i, lambda r, w=width: padded(block(w, r[1]), shapes), result)
+    return result
+
+
+def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
+    """`verify` for a draft of the width that is run."""
+    depth = min(drafter.depth, draft.tokens.shape[1])
+    seen = jax.vmap(lambda parents: trees.ancestors(parents, depth))(draft.parents)
+    block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), draft.tokens], 1)
+    positions = state.cache.length[:, None] + seen.sum(-1) - 1
+    out, cache = target.apply(params.target, block, state.cache, positions=positions, mask=seen, features=drafter.features)
+    log_p = log_probs(state, draft, seen, out.logits)
+    verdict = decide(state, draft, log_p, noise, rule=rule, depth=depth)
+    cache = cache if drafter.chain else keep_path(cache, verdict.path)
+    return out, cache, verdict, is_sound(out.logits, log_p, verdict)
 
 
 def log_probs(state: State, draft: Draft, seen: Array, logits: Array) -> Array:
@@ -222,17 +239,6 @@ def decide(state: State, draft: Draft, log_p: Array, noise: Callable, *, rule: R
 def is_sound(logits: Array, log_p: Array, verdict: Verdict) -> Array:
     """Whether each row on the path [B, K+1] has a law: NaN, +inf, or nothing but -inf is no token, before `warp` or after."""
     return take(jnp.isfinite(logits.max(-1)) & jnp.isfinite(log_p.max(-1)), verdict.path)
-
-
-def freeze(live: Array, new, old):
-    """`new` for live rows and `old` for the others, K/V buffers excepted: what a done row writes there is never read."""
-
-    def one(n, o):
-        if isinstance(n, KVCache):
-            return n._replace(length=one(n.length, o.length))
-        return jnp.where(live.reshape(live.shape + (1,) * (n.ndim - 1)), n, o)
-
-    return jax.tree.map(one, new, old, is_leaf=lambda x: isinstance(x, KVCache))
 
 
 def commit(state: State, draft: Draft, cache: KVCache, verdict: Verdict, sound: Array) -> tuple[State, RoundInfo]:

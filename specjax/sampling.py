@@ -83,7 +83,7 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     for token, value in (params.logit_bias or {}).items():
         if not 0 <= token < vocab_size:
             raise ValueError(f"logit_bias names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
-        if not value <= np.finfo(np.float32).max:
+        if not value <= float(np.finfo(np.float32).max):
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number, or -inf to forbid it")
 
 

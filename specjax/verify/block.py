@@ -30,7 +30,8 @@ def plan(draft: Draft, log_p: Array) -> Plan:
 
     z = jax.lax.map(lambda row: scaled(row).sum(), jnp.arange(1, n, dtype=jnp.int32))  # one row at a time: no [N, V] temporary
     rest = z + 1 - kept[1:n]
-    h = jnp.append(jnp.where(rest > 0, z / jnp.where(rest > 0, rest, 1), 1), 0)
+    certain = rest <= 0  # a row without a law (NaN) is not: it accepts nothing
+    h = jnp.append(jnp.where(certain, 1, z / jnp.where(certain, 1, rest)), 0)
     h = jnp.where(node + 1 == drafted, kept[1:], jnp.where(node + 1 < drafted, h, 0))
 
     def correction(row):

@@ -1,0 +1,246 @@
+"""What tests share: tiny models, drafters of every kind, one compiled `go` per (target, drafter, rule), an independent oracle.
+
+Models are random but peaked (the head is scaled), so that acceptance is neither 0 nor 1.  Shapes never change between
+tests of one file: prompts, temperatures, budgets, EOS ids and drafter weights are data.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode, keys, sampling, trees
+from specjax.drafters.early_exit import early_exit
+from specjax.drafters.ngram import ngram
+from specjax.drafters.plain import plain
+from specjax.drafters.small import small
+from specjax.models.table import table
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.sampling import SamplingParams
+from specjax.types import FINISH_REASONS, Draft, Drafter, KVCache, Params
+from specjax.verify import RULES
+
+V = 17
+SEED = 7
+PROMPTS = [[3, 4, 5, 3, 4], [7], [1, 2], [9, 8, 7, 6, 9, 8, 7], [5, 11] * 11 + [5]]  # 5, 1, 2, 7 and 23 tokens
+NEW = 20
+GREEDY, HOT = 0.0, 1.0
+
+# Grouped-query attention, a sliding window shorter than the prompts, a full layer.
+CONFIG = TransformerConfig(V, 16, 2, 4, 2, 8, 32, 64, window=6, sliding=(True, False))
+TARGET = language_model(CONFIG)
+SMALL = language_model(CONFIG._replace(layers=1, sliding=(), window=None))
+
+
+def peaked(params, scale):
+    return {**params, "head": params["head"] * scale}
+
+
+@functools.cache
+def target_params():
+    return peaked(jax.jit(TARGET.init)(jax.random.key(0)), 5)
+
+
+@functools.cache
+def small_params():
+    """The target's first layer, disturbed: it agrees with the target sometimes."""
+    own = jax.jit(SMALL.init)(jax.random.key(1))
+    return jax.tree.map(lambda noise, x: x + 0.1 * noise, own, {name: target_params()[name] for name in own})
+
+
+class Script(NamedTuple):
+    """What the scripted drafter proposes, in round r of row b: node i at depth d is the truth there plus `wrong`, mod V."""
+
+    truth: jax.Array  # [B, S] the tokens that plain decoding gives
+    wrong: jax.Array  # [B, R, N] 0 = the right token
+    parents: jax.Array  # [B, R, N]
+
+
+def scripted(num_nodes, depth, *, vocab_size=V, soft=False, chain=True):
+    """A drafter that proposes what it is told; it counts its rounds, and its state has a cache full of junk besides.
+
+    `soft` makes it say that its tokens were drawn from the uniform law (true of none of them, allowed at temperature 0).
+    """
+
+    def propose(noise, params, state, sequences):
+        r, junk = state
+        at = jnp.minimum(r, params.drafter.wrong.shape[1] - 1)
+        pick = lambda x: jax.vmap(lambda row, i: row[i])(x, at)
+        wrong, parents = pick(params.drafter.wrong), pick(params.drafter.parents)
+        level = jax.vmap(lambda p: trees.ancestors(p, depth).sum(-1, dtype=jnp.int32)[1:] - 1)(parents)
+        index = jnp.minimum(sequences.length[:, None] + level - 1, params.drafter.truth.shape[1] - 1)
+        tokens = (jnp.take_along_axis(params.drafter.truth, index, 1) + wrong) % vocab_size
+        law = jnp.full((*tokens.shape, vocab_size), -np.log(vocab_size), jnp.float32) if soft else None
+        return Draft(tokens, parents, law), state
+
+    def init(params, batch, capacity):
+        junk = KVCache((jnp.full((batch, 1, 1, 4), jnp.nan),), (jnp.full((batch, 1, 4, 1), jnp.nan),), jnp.zeros(batch, jnp.int32))
+        return jnp.zeros(batch, jnp.int32), junk
+
+    return Drafter(
+        init=init,
+        absorb=lambda params, state, sequences, out, count: state,
+        propose=propose,
+        commit=lambda params, state, out, verdict: (state[0] + 1, state[1]),
+        num_nodes=num_nodes,
+        depth=depth,
+        children="iid" if soft else "point",
+        chain=chain,
+        vocab_size=vocab_size,
+    )
+
+
+TREE_NODES, TREE_DEPTH = 7, 3
+
+BUILDERS = {
+    "plain": lambda k: plain(),
+    "ngram": lambda k: ngram(num_draft=k),
+    "ngram, order 1": lambda k: ngram(num_draft=k, min_order=1),
+    "small": lambda k: small(SMALL, num_draft=k),
+    "small = target": lambda k: small(TARGET, num_draft=k),
+    "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
+    "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
+    "script": lambda k: scripted(k, k),
+    "script, soft": lambda k: scripted(k, k, soft=True),
+    "script, tree": lambda k: scripted(TREE_NODES, TREE_DEPTH, chain=False),
+}
+
+
+@functools.cache
+def drafter(name, k=3):
+    return BUILDERS[name](k)
+
+
+def drafter_params(name):
+    return {"small": small_params(), "small = target": target_params()}.get(name, ())
+
+
+METHODS = ["ngram, order 1", "small", "early_exit, 1 layer"]
+"""Every method once; the others are settings of these."""
+PAIRS = [(d, r) for d in METHODS for r in RULES]
+PAIRS += [("ngram", "rejection"), ("small = target", "block"), ("early_exit, all layers", "rejection")]
+
+
+@functools.cache
+def program(target, drafter, rule, limit=None, max_rounds=48):
+    """(params, tokens, lengths, max_length, eos, keys, sampling, num_rounds) -> (State, RoundInfo), compiled."""
+    decode.check(target, drafter, rule)
+    static = dict(target=target, drafter=drafter)
+
+    def go(params, tokens, lengths, max_length, eos, key, params_of_sampling, num_rounds):
+        state = decode.start(params, tokens, lengths, max_length, eos, key, params_of_sampling, **static)
+        state = decode.prefill(params, state, chunk=8, **static)
+        return decode.run(params, state, num_rounds, rule=rule, limit=limit, max_rounds=max_rounds, **static)
+
+    return jax.jit(go)
+
+
+class Result(NamedTuple):
+    """A run, on the host."""
+
+    tokens: list  # [B] lists of new tokens
+    reasons: list  # [B]
+    drafted: np.ndarray  # [B, R]
+    accepted: np.ndarray
+    emitted: np.ndarray
+    state: object
+
+
+def generate(
+    drafter, rule, prompts, *, params=None, target=TARGET, new=NEW, temperature=GREEDY, ids=None, eos=((-1, -1),), seed=SEED,
+    rounds=1 << 20, longest=23 + NEW, limit=None, request_keys=None,
+):  # fmt: skip
+    """Run `prompts`; `new`, `temperature` and `eos` may differ by row.  `temperature` may also be a list of SamplingParams."""
+    batch = len(prompts)
+    tokens = np.zeros((batch, decode.capacity_for(longest, drafter)), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray([len(p) for p in prompts], np.int32)
+    each = temperature if isinstance(temperature, list) else [temperature] * batch
+    each = [x if isinstance(x, SamplingParams) else SamplingParams(temperature=x) for x in each]
+    key = keys.request_keys(jax.random.key(seed), jnp.asarray(range(batch) if ids is None else ids)) if request_keys is None else request_keys
+    ends = np.minimum(lengths + np.asarray(new, np.int32), longest).astype(np.int32)
+    eos = np.broadcast_to(np.asarray(eos, np.int32), (batch, len(eos[0])))
+    state, log = program(target, drafter, RULES[rule], limit)(
+        Params(target_params(), ()) if params is None else params, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends),
+        jnp.asarray(eos), key, sampling.stack(each, target.vocab_size), jnp.asarray(rounds, jnp.int32),
+    )  # fmt: skip
+    length, out = np.asarray(state.length), np.asarray(state.tokens)
+    reasons = [FINISH_REASONS[i] for i in np.asarray(state.status)]
+    new_tokens = [out[row, lengths[row] : length[row]].tolist() for row in range(batch)]
+    return Result(new_tokens, reasons, *(np.asarray(x) for x in log), state)
+
+
+def run(name, rule, prompts=PROMPTS, *, k=3, **settings):
+    """`generate` by the name of a drafter, on the tiny transformer."""
+    return generate(drafter(name, k), rule, prompts, params=Params(target_params(), drafter_params(name)), **settings)
+
+
+MIXED = [*PROMPTS, *PROMPTS]
+MIXED_HEAT = [GREEDY] * 5 + [HOT] * 5
+
+
+def mixed(name, rule, *, k=3, **settings):
+    """All prompts greedily, and again at temperature 1, in one batch of ten."""
+    settings = {"temperature": MIXED_HEAT, **settings}
+    return run(name, rule, MIXED, k=k, **settings)
+
+
+@functools.cache
+def reference():
+    """Plain decoding of `MIXED` (coupled: at temperature 1 its tokens are the request's own)."""
+    return mixed("plain", "coupled")
+
+
+def oracle(prompts, heat, ids, *, new=NEW, target=TARGET, params=None, seed=SEED, seen_length=23 + NEW):
+    """Independent of cache, rounds and `warp`: a fresh full pass for each token, then NumPy's argmax of logits (+ noise)."""
+    params = target_params() if params is None else params
+    batch, lengths = len(prompts), np.asarray([len(p) for p in prompts])
+    tokens = np.zeros((batch, seen_length), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    key = keys.request_keys(jax.random.key(seed), jnp.asarray(ids))
+    full = jax.jit(lambda tokens: target.apply(params, tokens, target.init_cache(batch, seen_length))[0].logits)
+    noise_at = jax.jit(lambda position: keys.gumbel_at(key, position, target.vocab_size))
+    for step in range(new):
+        logits = np.asarray(full(jnp.asarray(tokens)))[np.arange(batch), lengths + step - 1]
+        noise = np.asarray(noise_at(jnp.asarray(lengths + step)))
+        hot = np.asarray(heat)[:, None]
+        choice = np.where(hot > 0, logits / np.where(hot > 0, hot, 1) + noise, logits).argmax(-1)
+        tokens[np.arange(batch), lengths + step] = choice
+    return [tokens[row, n : n + new].tolist() for row, n in enumerate(lengths)]
+
+
+def truth(prompts, result, capacity=80):
+    """[B, capacity] prompts and the tokens of `result`, for a Script."""
+    rows = np.zeros((len(prompts), capacity), np.int32)
+    for row, prompt in enumerate(prompts):
+        line = [*prompt, *result.tokens[row]]
+        rows[row, : len(line)] = line
+    return jnp.asarray(rows)
+
+
+def chain_script(right, count, k=3, prompts=MIXED, result=None):
+    """A Script of chains: in round r, row b, `count` nodes exist and the first `right` of them are right."""
+    node = np.arange(k)
+    right, count = np.asarray(right, np.int32)[..., None], np.asarray(count, np.int32)[..., None]
+    parents = np.where(node < count, node - 1, -2).astype(np.int32)
+    return Script(truth(prompts, result or reference()), jnp.asarray((node >= right).astype(np.int32)), jnp.asarray(parents))
+
+
+# Tables: a target whose every law is known.
+
+
+@functools.cache
+def table_model(vocab_size, order=1):
+    return table(vocab_size, order=order)
+
+
+def successor_table(following, vocab_size, sure=30.0):
+    """Parameters of an order-1 table under which token t is followed by following[t] (else by t + 1) almost surely."""
+    logits = np.zeros((vocab_size + 1, vocab_size), np.float32)
+    for t in range(vocab_size + 1):
+        logits[t, following.get(t, (t + 1) % vocab_size)] = sure
+    return jax.nn.log_softmax(jnp.asarray(logits), -1)

@@ -1,0 +1,52 @@
+"""The notebooks run from top to bottom, with small sizes, and are kept without outputs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+import tiny_model
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+def run(path, folder, **sizes):
+    """Execute a notebook with `sizes` set after its cell of sizes; the notebook with outputs.  A failing cell raises."""
+    notebook = nbformat.read(path, as_version=4)
+    (index,) = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
+    for name in sizes:
+        assert f"\n{name} = " in notebook.cells[index].source, f"{path.name} has no size {name}"
+    notebook.cells.insert(index + 1, nbformat.v4.new_code_cell("\n".join(f"{n} = {v!r}" for n, v in sizes.items())))
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return notebook
+
+
+def printed(notebook):
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout"), outputs
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_kept_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None, f"clear the outputs of {path.name}"
+
+
+def test_quickstart_offline(tmp_path):
+    """On a random model: every cell runs, its own assertions hold, and the plot is drawn."""
+    model = tiny_model.save(tmp_path / "model")
+    done = run(NOTEBOOKS[0], tmp_path, MODEL=str(model), MAX_NEW_TOKENS=12, NUM_PROMPTS=1, NUM_DRAFT=2)
+    text, outputs = printed(done)
+    assert "2 layers, 61 tokens, 2 prompts" in text and "chat: tau 1." in text and "copy: tau " in text
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.model
+def test_quickstart(tmp_path):
+    """On the demo model: answers that copy have the larger tau."""
+    text, _ = printed(run(NOTEBOOKS[0], tmp_path, MAX_NEW_TOKENS=16, NUM_PROMPTS=1))
+    chat, copy = (float(text.split(f"{kind}: tau ")[1].split(",")[0]) for kind in ("chat", "copy"))
+    assert 1 <= chat < copy
