@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ run = jax.jit(decode.run, static_argnames=("target", "drafter", "rule", "max_rou
 
 Prompt = str | Sequence[Mapping] | Sequence[int]
 
-SLOT_STEP = 256
-"""Capacities are multiples of this many tokens, so that lengths within one share a compilation."""
+CAPACITIES = tuple(sorted(size << i for i in range(16) for size in (256, 384)))
+"""Slots a cache may have: lengths up to the same one share a compilation, and at most a third of a cache is idle."""
 
 STOP_STRIDE = 8
 """Rounds between two looks of the host, where stop strings ask for looks."""
@@ -124,10 +124,10 @@ def generate(
     Raises:
       ValueError: bad input, in one line.
     """
-    session = _begin(lm, drafter, prompts, key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
-    for _ in _advance(session, STOP_STRIDE if stop else session.capacity):
+    session = begin(lm, drafter, prompts, key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
+    for _ in advance(session, STOP_STRIDE if stop else session.capacity):
         pass
-    return [_complete(session, row) for row in range(len(prompts))]
+    return [complete(session, row) for row in range(len(prompts))]
 
 
 def stream(
@@ -148,18 +148,18 @@ def stream(
     """
     if stride < 1:
         raise ValueError(f"stride={stride}: show text every round (1) or more rarely")
-    session = _begin(lm, drafter, [prompt], key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
+    session = begin(lm, drafter, [prompt], key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
     shown = 0
-    for _ in _advance(session, stride):
+    for _ in advance(session, stride):
         text = "".join(session.text[0])
         if len(text) > shown:
             yield Piece(text[shown:])
             shown = len(text)
-    done = _complete(session, 0)
+    done = complete(session, 0)
     yield Piece(done.text[shown:], done)
 
 
-class _Session(NamedTuple):
+class Session(NamedTuple):
     """One call of generate or stream; lists are filled as it runs."""
 
     lm: LM
@@ -175,7 +175,7 @@ class _Session(NamedTuple):
     kept: list[int]  # tokens a row keeps, where a stop string was found; -1 before
 
 
-def _begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) -> _Session:
+def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) -> Session:
     """Check everything that can be checked, pad, and prefill."""
     loaded = METHODS["plain"].load(lm) if drafter is None else drafter
     law = find_rule(rule)
@@ -190,7 +190,8 @@ def _begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop)
         raise ValueError(f"{len(each)} sets of sampling parameters for {len(ids)} prompts: give one, or one each")
     lengths = np.asarray([len(x) for x in ids], np.int32)
     ends = np.minimum(lengths + max_new_tokens, lm.model.max_length)
-    capacity = -(-decode.capacity_for(int(ends.max()), loaded.drafter) // SLOT_STEP) * SLOT_STEP
+    needed = decode.capacity_for(int(ends.max()), loaded.drafter)
+    capacity = next(size for size in CAPACITIES if size >= needed)
     tokens = np.zeros((len(ids), capacity), np.int32)
     for row, prompt in enumerate(ids):
         tokens[row, : len(prompt)] = prompt
@@ -209,7 +210,7 @@ def _begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop)
     streams = [lm.tokenizer.stream(stop=stop) for _ in ids] if lm.tokenizer else []
     if stop and not streams:
         raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
-    return _Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
+    return Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
 
 
 def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
@@ -218,13 +219,15 @@ def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
     Raises:
       ValueError: empty, longer than the context, or ids outside the vocabulary.
     """
-    chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
-    if lm.tokenizer is None and (chat or isinstance(prompt, str)):
+    messages = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
+    if lm.tokenizer is None and (messages or isinstance(prompt, str)):
         raise ValueError(f"prompt {index} is text, and this model was loaded without a tokenizer: give token ids")
-    if chat:
-        ids = lm.tokenizer.chat(prompt)
+    if isinstance(prompt, str):
+        ids = lm.tokenizer.encode(prompt)
+    elif messages:
+        ids = lm.tokenizer.chat(cast(Sequence[Mapping], prompt))
     else:
-        ids = lm.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = [int(i) for i in cast(Sequence[int], prompt)]
     if not len(prompt) or not ids:
         raise ValueError(f"prompt {index} is empty: give at least one token")
     if len(ids) > lm.model.max_length:
@@ -234,7 +237,7 @@ def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
     return ids
 
 
-def _advance(session: _Session, stride: int) -> Iterator[None]:
+def advance(session: Session, stride: int) -> Iterator[None]:
     """Run to the end, `stride` rounds at a time, feeding the text streams and ending rows that met a stop string."""
     static = dict(target=session.lm.model, drafter=session.loaded.drafter, rule=session.rule, max_rounds=session.capacity)
     done = [0] * len(session.prompts)  # tokens already fed
@@ -256,7 +259,7 @@ def _advance(session: _Session, stride: int) -> Iterator[None]:
             return
 
 
-def _complete(session: _Session, row: int) -> Completion:
+def complete(session: Session, row: int) -> Completion:
     """What a row has become, with nothing in it or its counts that was cut."""
     state = session.state[0]
     begin, end, status = len(session.prompts[row]), int(state.length[row]), int(state.status[row])

@@ -132,20 +132,20 @@ def split(lm: LM, work: Work) -> list[Work]:
     return [work._replace(prompts=ids[part], key=own[part]) for part in parts]
 
 
-def _begin(lm: LM, contender: Contender, batch: Work):
+def _prepare(lm: LM, contender: Contender, batch: Work):
     options = dict(key=batch.key, max_new_tokens=batch.max_new_tokens, params=batch.sampling, stop=batch.stop)
-    return api._begin(lm, contender.loaded, batch.prompts, rule=contender.rule, **options)
+    return api.begin(lm, contender.loaded, batch.prompts, rule=contender.rule, **options)
 
 
 def _measure(lm: LM, contender: Contender, batch: Work) -> tuple[Sample, tuple[int, int]]:
     """One call, timed, and the shape it compiled for: (batch, capacity)."""
     begin = perf_counter()
-    session = _begin(lm, contender, batch)
+    session = _prepare(lm, contender, batch)
     jax.block_until_ready(session.state[0].cache)
     middle = perf_counter()
-    for _ in api._advance(session, api.STOP_STRIDE if batch.stop else session.capacity):
+    for _ in api.advance(session, api.STOP_STRIDE if batch.stop else session.capacity):
         pass
-    completions = [api._complete(session, row) for row in range(len(batch.prompts))]
+    completions = [api.complete(session, row) for row in range(len(batch.prompts))]
     end = perf_counter()
     api.require_sound(completions)
     return Sample(completions, middle - begin, end - middle), (len(batch.prompts), session.capacity)
@@ -192,8 +192,8 @@ def same_tokens(plain: Sequence[Sample], samples: Sequence[Sample]) -> bool:
 def pass_times(lm: LM, contender: Contender, work: Work) -> PassTimes:
     """Time the two parts of a round, on the state that decoding the first batch is in about halfway."""
     drafter = contender.loaded.drafter
-    session = _begin(lm, contender, split(lm, work)[0])
-    next(api._advance(session, max(1, work.max_new_tokens // 2 // (drafter.depth + 1))))
+    session = _prepare(lm, contender, split(lm, work)[0])
+    next(api.advance(session, max(1, work.max_new_tokens // 2 // (drafter.depth + 1))))
     state, static = session.state[0], dict(target=lm.model, drafter=drafter)
     held = (session.params, state._replace(drafter=()))
     draft = lambda held, carry: draft_once(held[0], held[1], carry, rule=session.rule, **static)

@@ -244,3 +244,30 @@ def successor_table(following, vocab_size, sure=30.0):
     for t in range(vocab_size + 1):
         logits[t, following.get(t, (t + 1) % vocab_size)] = sure
     return jax.nn.log_softmax(jnp.asarray(logits), -1)
+
+
+# A language model with text: one token a character.
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .!?\n"
+
+
+def tokenizer(eos_ids=(31,)):
+    """Characters, then <eos>; V = 32."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from specjax.models import text
+
+    vocab = {c: i for i, c in enumerate(ALPHABET)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<eos>"])
+    return text.from_tokenizers(backend, eos_ids=eos_ids)
+
+
+def text_lm(params, *, max_length=1 << 20, vocab_size=32, eos_ids=(31,)):
+    """An LM whose target is an order-1 table over characters."""
+    from specjax.models.load import LM
+
+    return LM(table(vocab_size, order=1, max_length=max_length), params, tokenizer(eos_ids), None)

@@ -178,9 +178,9 @@ def test_the_order_of_transforms():
     got = law(logits, SamplingParams(temperature=2.0, repetition_penalty=2.0, logit_bias={0: 1.0}), prompt=(0,))
     np.testing.assert_allclose(got[0], softmax(np.array([2.0, 1.0, 0.0, -1.0]) / 2), atol=1e-6)
     p = softmax(logits[0].astype(np.float64))  # .64 .24 .09 .03
-    both = law(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.7))
+    both = law(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.74))
     np.testing.assert_allclose(both[0], [p[0] / (p[0] + p[1]), p[1] / (p[0] + p[1]), 0, 0], atol=1e-6)
-    assert (law(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.72))[0] > 0).sum() == 1, "0.644 / 0.881 = 0.731"
+    assert (law(logits, SamplingParams(temperature=1.0, top_k=2, top_p=0.7))[0] > 0).sum() == 1, "0.644 / 0.881 = 0.731"
 
 
 def test_values_by_row_equal_rows_alone():

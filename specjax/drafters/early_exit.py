@@ -6,6 +6,8 @@ own cache and keeps only the K tokens it is drafting in a small window; a draft 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +18,7 @@ from specjax.sampling import tempered
 from specjax.types import Drafter, KVCache, LanguageModel
 
 
+@functools.cache  # the same drafter for the same arguments: a rebuilt closure would recompile
 def early_exit(target: LanguageModel, *, num_draft: int, layers: int) -> Drafter:
     """A chain of `num_draft` tokens from the first `layers` layers of the target.
 

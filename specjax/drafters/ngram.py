@@ -6,6 +6,8 @@ It costs two passes over the token ids; it pays on text that copies: extraction,
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.types import Array, Draft, Drafter
 
 
+@functools.cache  # the same drafter for the same arguments: a rebuilt closure would recompile
 def ngram(*, num_draft: int, min_order: int = 2, max_order: int = 8) -> Drafter:
     """Chain of up to `num_draft` tokens; nodes are absent where nothing matched or the match ran into the end.
 

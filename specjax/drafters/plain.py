@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.types import Draft, Drafter
 
 
+@functools.cache  # the same drafter every time: a rebuilt closure would recompile
 def plain() -> Drafter:
-    """A draft of no nodes: always the same functions, so that every call of `generate` without a drafter compiles once."""
-    return Drafter(init=_nothing, absorb=_unchanged, propose=_propose, commit=_unchanged, num_nodes=0, depth=0)
+    """A draft of no nodes."""
 
+    def propose(noise, params, state, sequences):
+        empty = jnp.zeros((sequences.length.shape[0], 0), jnp.int32)
+        return Draft(empty, empty), state
 
-def _nothing(params, batch, capacity):
-    return ()
-
-
-def _unchanged(params, state, *rest):
-    return state
-
-
-def _propose(noise, params, state, sequences):
-    empty = jnp.zeros((sequences.length.shape[0], 0), jnp.int32)
-    return Draft(empty, empty), state
+    return Drafter(
+        init=lambda params, batch, capacity: (),
+        absorb=lambda params, state, sequences, out, count: state,
+        propose=propose,
+        commit=lambda params, state, out, verdict: state,
+        num_nodes=0,
+        depth=0,
+    )
 
 
 def load(lm, *, num_draft: int = 0) -> LoadedDrafter:

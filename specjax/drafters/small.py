@@ -6,6 +6,8 @@ drafts were all accepted, the last of them has never been run, and re-running on
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +18,7 @@ from specjax.sampling import first_argmax, tempered
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel
 
 
+@functools.cache  # the same drafter for the same arguments: a rebuilt closure would recompile
 def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None, used: int | None = None) -> Drafter:
     """A chain of `num_draft` tokens from `model`, at the request's temperature.
 

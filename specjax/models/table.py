@@ -5,12 +5,15 @@ Its cache remembers tokens in place of keys, so the whole machinery of decoding 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from specjax.types import Array, KVCache, LanguageModel, Output
 
 
+@functools.cache  # the same functions for the same config: rebuilt closures would recompile
 def table(vocab_size: int, *, order: int = 2, max_length: int = 1 << 20) -> LanguageModel:
     """A model with params = log-probabilities [V+1, ..., V+1, V]: one axis for each of the last `order` tokens, oldest first.
 

@@ -136,9 +136,7 @@ def from_gguf(reader: GGUFReader) -> Tokenizer:
     """The tokenizer inside an open GGUF file, `tokenizer.chat_template` included (errors: `read_vocabulary`)."""
     vocabulary = gguf_tokenizer.read_vocabulary(reader)
     template = gguf_tokenizer.field(reader, "tokenizer.chat_template")
-    return from_tokenizers(
-        vocabulary.backend, bos_id=vocabulary.bos_id, eos_ids=vocabulary.eos_ids, chat_template=template
-    )
+    return from_tokenizers(vocabulary.backend, bos_id=vocabulary.bos_id, eos_ids=vocabulary.eos_ids, chat_template=template)
 
 
 def from_directory(path: str | Path) -> Tokenizer:
@@ -222,9 +220,7 @@ def _match_whole(backend: tokenizers.Tokenizer, special: Mapping[str, Any]) -> N
     texts = [token.get("content") if isinstance(token, dict) else token for token in given]
     matched = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing = [
-        t
-        for t in dict.fromkeys(texts)
-        if isinstance(t, str) and t not in matched and backend.token_to_id(t) is not None
+        t for t in dict.fromkeys(texts) if isinstance(t, str) and t not in matched and backend.token_to_id(t) is not None
     ]
     backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in missing])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -115,6 +114,7 @@ class Transformer(nn.Module):
         return rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
 
 
+@functools.cache  # the same functions for the same config: rebuilt closures would recompile
 def language_model(config: TransformerConfig, *, dtype=jnp.float32, cache_dtype=jnp.float32) -> LanguageModel:
     """A transformer as the library sees one.  `dtype` is the weights': bfloat16 is another target with its own exact law."""
     module = Transformer(config, dtype)
