@@ -255,7 +255,7 @@ def commit(state: State, draft: Draft, cache: KVCache, verdict: Verdict, sound: 
     status = jnp.where((ends & (step < emitted[:, None])).any(1), EOS, status)
     status = jnp.where(live, jnp.where(broken.any(1), ERROR, status), state.status)
     info = RoundInfo(
-        drafted=jnp.where(live, (draft.parents >= -1).sum(1), 0),
+        drafted=jnp.where(live, (draft.parents >= -1).sum(1, dtype=jnp.int32), 0),
         accepted=jnp.minimum(emitted, verdict.num_accepted),
         emitted=emitted,
     )

@@ -76,7 +76,9 @@ def scripted(num_nodes, depth, *, vocab_size=V, soft=False, chain=True):
         return Draft(tokens, parents, law), state
 
     def init(params, batch, capacity):
-        junk = KVCache((jnp.full((batch, 1, 1, 4), jnp.nan),), (jnp.full((batch, 1, 4, 1), jnp.nan),), jnp.zeros(batch, jnp.int32))
+        junk = KVCache(
+            (jnp.full((batch, 1, 1, 4), jnp.nan),), (jnp.full((batch, 1, 4, 1), jnp.nan),), jnp.zeros(batch, jnp.int32)
+        )
         return jnp.zeros(batch, jnp.int32), junk
 
     return Drafter(
@@ -160,7 +162,11 @@ def generate(
     lengths = np.asarray([len(p) for p in prompts], np.int32)
     each = temperature if isinstance(temperature, list) else [temperature] * batch
     each = [x if isinstance(x, SamplingParams) else SamplingParams(temperature=x) for x in each]
-    key = keys.request_keys(jax.random.key(seed), jnp.asarray(range(batch) if ids is None else ids)) if request_keys is None else request_keys
+    key = (
+        keys.request_keys(jax.random.key(seed), jnp.asarray(range(batch) if ids is None else ids))
+        if request_keys is None
+        else request_keys
+    )
     ends = np.minimum(lengths + np.asarray(new, np.int32), longest).astype(np.int32)
     eos = np.broadcast_to(np.asarray(eos, np.int32), (batch, len(eos[0])))
     state, log = program(target, drafter, RULES[rule], limit)(

@@ -60,7 +60,9 @@ def test_keep_path_moves_an_accepted_path(paths):
             ends = [0] + [j for j in range(1, 4) if path[j] > 0]
             for j in ends:
                 if length[b] + path[j] < S:
-                    np.testing.assert_array_equal(kept.k[layer][b, :, :, length[b] + j], cache.k[layer][b, :, :, length[b] + path[j]])
+                    np.testing.assert_array_equal(
+                        kept.k[layer][b, :, :, length[b] + j], cache.k[layer][b, :, :, length[b] + path[j]]
+                    )
                     np.testing.assert_array_equal(kept.v[layer][b, :, length[b] + j], cache.v[layer][b, :, length[b] + path[j]])
             np.testing.assert_array_equal(kept.k[layer][b, :, :, : length[b] + 1], cache.k[layer][b, :, :, : length[b] + 1])
     assert kept.length.tolist() == length

@@ -5,13 +5,17 @@ tiny transformer with a sliding window and grouped queries.  The whole product o
 as tests/golden/equality_table.md (made by experiments/equality_table.py).
 """
 
+import importlib
+import re
+from pathlib import Path
+
+import helpers as h
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import helpers as h
 from helpers import GREEDY, HOT, MIXED, PROMPTS, drafter, mixed, reference, run
+
 from specjax import decode, keys, trees
 from specjax.drafters.small import small
 from specjax.sampling import SamplingParams
@@ -77,16 +81,15 @@ def test_every_k_equals_plain(name, k):
 
 
 @pytest.mark.slow
-def test_the_whole_product_equals_plain():
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
-    import equality_table
-
-    table = equality_table.markdown(equality_table.cells())
-    assert "NO" not in table
-    assert table.strip() == (Path(__file__).parent / "golden" / "equality_table.md").read_text().strip()
+def test_the_whole_product_equals_plain(monkeypatch):
+    """The committed table has every pair of drafter and rule; counts at temperature 1 may move with a float, marks may not."""
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "experiments")
+    table = importlib.import_module("equality_table")
+    marks = lambda text: re.sub(r"\d+/\d+", "", text).strip()
+    golden = (root / "tests" / "golden" / "equality_table.md").read_text()
+    assert marks(table.markdown(table.cells())) == marks(golden) and "NO" not in golden
+    assert len(golden.splitlines()) == 2 + len(table.DRAFTERS) * len(RULES)
 
 
 # Forced acceptance counts.
@@ -111,7 +114,9 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize(("name", "rule"), [*(("script", r) for r in RULES), ("script, soft", "rejection"), ("script, soft", "block")])
+@pytest.mark.parametrize(
+    ("name", "rule"), [*(("script", r) for r in RULES), ("script, soft", "rejection"), ("script, soft", "block")]
+)
 def test_forced_counts(name, rule):
     """Every acceptance count from 0 to K follows every other, in rows side by side; `soft` is case S05."""
     for pattern in PATTERNS.values():
@@ -126,7 +131,9 @@ def assert_counts(result, right, which):
     for row in which:
         left = h.NEW
         for r, (accepted, emitted) in enumerate(zip(result.accepted[row], result.emitted[row], strict=True)):
-            assert emitted == min(left, right[row, r] + 1 if left else 0) and accepted == min(emitted, right[row, r] if left else 0)
+            assert emitted == min(left, right[row, r] + 1 if left else 0) and accepted == min(
+                emitted, right[row, r] if left else 0
+            )
             left -= emitted
             if not left:
                 break
@@ -164,9 +171,13 @@ def test_forced_trees(rule):
         parents = [[BINARY if seed == 0 else random_tree(rng) for _ in range(ROUNDS)] for _ in range(10)]
         wrong = rng.integers(0, 2 if seed < 3 else 3, (10, ROUNDS, h.TREE_NODES))
         script = h.Script(h.truth(MIXED, reference()), jnp.asarray(wrong, jnp.int32), jnp.asarray(parents, jnp.int32))
-        result = h.generate(drafter("script, tree"), rule, MIXED, params=Params(h.target_params(), script), temperature=h.MIXED_HEAT)
+        result = h.generate(
+            drafter("script, tree"), rule, MIXED, params=Params(h.target_params(), script), temperature=h.MIXED_HEAT
+        )
         assert_equal_to_plain(result, rule)
-        right = np.array([[expected_walk(p, w) for p, w in zip(ps, ws, strict=True)] for ps, ws in zip(parents, wrong, strict=True)])
+        right = np.array(
+            [[expected_walk(p, w) for p, w in zip(ps, ws, strict=True)] for ps, ws in zip(parents, wrong, strict=True)]
+        )
         assert_counts(result, right, range(10) if RULES[rule].coupled else range(5))
         assert set(np.unique(right)) == {0, 1, 2, 3}
 
@@ -262,7 +273,9 @@ def test_a_schedulers_limit_changes_no_token(name, rule):
     params = Params(h.target_params(), h.drafter_params(name))
     if name == "script, tree":
         parents = jnp.asarray(np.tile(BINARY, (10, ROUNDS, 1)), jnp.int32)
-        params = Params(h.target_params(), h.Script(h.truth(MIXED, reference()), jnp.zeros((10, ROUNDS, 7), jnp.int32), parents))
+        params = Params(
+            h.target_params(), h.Script(h.truth(MIXED, reference()), jnp.zeros((10, ROUNDS, 7), jnp.int32), parents)
+        )
     result = h.generate(drafter(name), rule, MIXED, params=params, temperature=h.MIXED_HEAT, limit=by_length)
     assert_equal_to_plain(result, rule)
     assert set(np.unique(result.drafted)) <= {0, 1, 2, 3} and len(np.unique(result.drafted)) >= 3
@@ -271,7 +284,9 @@ def test_a_schedulers_limit_changes_no_token(name, rule):
 # Cases.
 
 
-@pytest.mark.parametrize(("name", "k"), [("small = target", 1), ("small = target", 3), ("small = target", 6), ("early_exit, all layers", 3)])
+@pytest.mark.parametrize(
+    ("name", "k"), [("small = target", 1), ("small = target", 3), ("small = target", 6), ("early_exit, all layers", 3)]
+)
 def test_C05_a_perfect_drafter_is_accepted_in_every_round(name, k):
     """Also in the round after an all-accepted one, whose last draft the drafter has never run."""
     result = mixed(name, "coupled", k=k)
@@ -389,6 +404,28 @@ def test_S17_logits_do_not_depend_on_the_width_of_a_pass(k):
     np.testing.assert_allclose(np.concatenate(narrow, 1), wide.logits, atol=1e-5 * float(jnp.abs(wide.logits).max()))
 
 
+def test_a_draft_of_a_broken_token_changes_nothing():
+    """Target weights hold NaN for a token that its text never meets; the drafter proposes it in every round."""
+    free = min(set(range(h.V)) - {t for p, line in zip(MIXED, reference().tokens, strict=True) for t in (*p, *line)})
+    broken = {**h.target_params(), "embedding": h.target_params()["embedding"].at[free].set(jnp.nan)}
+    script = h.chain_script(np.full((10, ROUNDS), 3), np.full((10, ROUNDS), 3))
+    here = jnp.asarray([len(p) for p in MIXED])
+    wrong = script.wrong.at[:, :, 1].set(
+        (free - script.truth[jnp.arange(10)[:, None], here[:, None] + 2 * jnp.arange(ROUNDS)[None] + 1]) % h.V
+    )
+    params = Params(broken, script._replace(wrong=wrong))
+    result = h.generate(drafter("script"), "coupled", MIXED, params=params, temperature=h.MIXED_HEAT)
+    assert result.tokens == reference().tokens and result.reasons == ["length"] * 10
+    assert_counts(result, np.full((10, ROUNDS), 1), range(10))
+
+
+def test_64_bit_mode_gives_the_same_tokens():
+    """A process with jax_enable_x64 can use the library: greedily, it says the same."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        result = run("small", "block")
+    assert result.tokens == reference().tokens[:5]
+
+
 def test_U05_a_seed_changes_nothing_at_temperature_0():
     each = [mixed("small", "rejection", seed=s).tokens for s in range(10)]
     assert [t[:5] for t in each] == [each[0][:5]] * 10
@@ -404,7 +441,7 @@ PINNED = {
 
 @pytest.mark.parametrize("name", PINNED)
 def test_P05_acceptance_is_pinned(name):
-    """Verification hides a drafter's faults in the tokens, so acceptance by depth is held too: greedy rows, 45 rounds or more."""
+    """Verification hides a drafter's faults in the tokens, so acceptance by depth is held too (greedy rows)."""
     result = mixed(name, "coupled")
     accepted, steps = result.accepted[:5], (result.emitted[:5] > 0).sum()
     assert steps >= 45
@@ -414,8 +451,8 @@ def test_P05_acceptance_is_pinned(name):
 # The law, through the whole of decoding.
 
 ROWS = 100_000
-CRITICAL = 140.1
-"""Chi-square of 63 degrees of freedom at alpha = 1e-6."""
+CRITICAL = 131.4
+"""Chi-square of 63 degrees of freedom at alpha = 1e-6: `scipy.stats.chi2.isf(1e-6, 63)`."""
 
 
 def random_table(seed):
@@ -435,7 +472,9 @@ def three_tokens(rule):
     model = h.table_model(4, 2)
     target, little = random_table(11), random_table(13)
     draws = small(model, num_draft=2)
-    result = h.generate(draws, rule, [[0, 1]] * ROWS, target=model, params=Params(target, little), temperature=HOT, longest=5, new=3)
+    result = h.generate(
+        draws, rule, [[0, 1]] * ROWS, target=model, params=Params(target, little), temperature=HOT, longest=5, new=3
+    )
     p = np.exp(np.asarray(target, np.float64))
     first, second = p[0, 1], p[1, :4]
     law = first[:, None, None] * second[:, :, None] * p[:4, :4]
@@ -446,8 +485,8 @@ def three_tokens(rule):
 def test_the_law_of_three_tokens(rule):
     """Joint chi-square of 64 cells at 100k rows, alpha 1e-6.
 
-    With 63 degrees of freedom and power 0.99 it detects sum (p' - p)^2 / p >= 1.3e-3: a shift of 1.9% of one half of the
-    mass to the other, or 0.012 in one cell of probability 0.1.
+    With 63 degrees of freedom and power 0.99 it detects sum (p' - p)^2 / p >= 1.22e-3: 0.0175 of the mass moved
+    from one half of it to the other, or 0.0105 from one cell of probability 0.1 to the rest.
     """
     tokens, law, result = three_tokens(rule)
     assert 0.1 < result.accepted.sum() / result.drafted.sum() < 0.9
@@ -473,7 +512,9 @@ def decide_by_position(state, draft, log_p, noise, *, rule, depth):
     def one(coins, key_emit, draft, log_p):
         plan = rule.plan(draft, log_p)
         row = draw.walk(draw.follow(plan, coins[::-1]))  # decision m is of node n - 1 - m
-        return draw.verdict(draft, trees.ancestors(draft.parents, depth), row, draw.sample(key_emit, plan.correction(row)), depth)
+        return draw.verdict(
+            draft, trees.ancestors(draft.parents, depth), row, draw.sample(key_emit, plan.correction(row)), depth
+        )
 
     return jax.vmap(one)(coins, keys.round_keys(state.key, keys.EMIT, state.length), draft, log_p)
 
@@ -485,7 +526,6 @@ def test_randomness_keyed_by_position_is_caught(monkeypatch, fault):
     Draft noise alone gives a chi-square of 526, coins alone 345, against 64 as it is.
     """
     monkeypatch.setattr(decode, {"noise_by_position": "noise_source", "decide_by_position": "decide"}[fault.__name__], fault)
-    h.program.cache_clear()
+    monkeypatch.setattr(h, "program", h.program.__wrapped__)  # what is compiled already is right
     tokens, law, _ = three_tokens("block")
-    h.program.cache_clear()
     assert chi_square(tokens, law) > 2 * CRITICAL

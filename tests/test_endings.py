@@ -6,12 +6,12 @@ tokens after the end would go on; nothing of them may be seen.
 
 import itertools
 
+import helpers as h
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import helpers as h
 from helpers import drafter
+
 from specjax import metrics
 from specjax.drafters.small import small
 from specjax.sampling import SamplingParams
@@ -31,8 +31,15 @@ def wrong_at(*tokens):
 
 
 def go(prompts, *, target=NEXT, mine=NEXT, rule="rejection", which=DRAFTER, **settings):
+    """The rows of `prompts`, in a batch filled up to eight with copies of the last: one program for any number of them."""
     settings = {"longest": 64, "new": 12, **settings}
-    return h.generate(which, rule, prompts, target=MODEL, params=Params(target, mine), **settings)
+    n, missing = len(prompts), max(8 - len(prompts), 0)
+    fill = lambda x: [*x, *[x[-1]] * missing] if isinstance(x, list) and len(x) == n > 1 else x
+    settings = {name: fill(value) for name, value in settings.items()}
+    result = h.generate(
+        which, rule, [*prompts, *[prompts[-1]] * missing], target=MODEL, params=Params(target, mine), **settings
+    )
+    return h.Result(*(x[:n] for x in result[:-1]), result.state)
 
 
 def upto(first, last):
@@ -107,7 +114,9 @@ def test_B05_rows_that_end_early_disturb_no_other(rule):
     for row, end in enumerate(ends):
         solo = go([[0]] * 4, mine=mine, rule=rule, eos=[end] * 4)
         assert solo.tokens[row] == batch.tokens[row]
-        for mine_, theirs in zip(solo.state.cache.k + solo.state.cache.v, batch.state.cache.k + batch.state.cache.v, strict=True):
+        for mine_, theirs in zip(
+            solo.state.cache.k + solo.state.cache.v, batch.state.cache.k + batch.state.cache.v, strict=True
+        ):
             n = len(batch.tokens[row])
             np.testing.assert_array_equal(mine_[row, ..., :n], theirs[row, ..., :n])
 
@@ -163,13 +172,12 @@ def test_E09_look_ahead_at_the_end_of_the_context():
 
 def test_E09_a_context_that_ends_in_a_sliding_window():
     """The same on the transformer: prompt and budget fill the capacity to the last slot."""
-    prompts = [list(range(15)) + list(range(15)), list(range(16)) + list(range(15)), [1] * 43]
-    longest = 43
-    plain = h.generate(drafter("plain"), "coupled", prompts, new=100, longest=longest)
+    prompts = [list(range(15)) + list(range(15)), list(range(16)) + list(range(15)), [1] * 43] + [[2]] * 7
+    plain = h.generate(drafter("plain"), "coupled", prompts, new=100)
     for name in ("small", "ngram, order 1"):
         params = Params(h.target_params(), h.drafter_params(name))
-        result = h.generate(drafter(name), "coupled", prompts, params=params, new=100, longest=longest)
-        assert result.tokens == plain.tokens and [len(t) for t in result.tokens] == [13, 12, 0]
+        result = h.generate(drafter(name), "coupled", prompts, params=params, new=100)
+        assert result.tokens == plain.tokens and [len(t) for t in result.tokens] == [13, 12, 0] + [42] * 7
 
 
 def test_one_token_for_one_row():
@@ -199,7 +207,14 @@ def test_S13_a_target_without_a_law_ends_its_row_alone(value, temperature):
             result = go(starts, target=target, mine=mine, rule=rule, temperature=temperature)
             assert result.tokens == expected and result.reasons == ["error"] * 4 + ["length"], rule
     plain = h.generate(
-        drafter("plain"), "rejection", starts, target=MODEL, params=Params(target, ()), longest=64, new=12, temperature=temperature
+        drafter("plain"),
+        "rejection",
+        starts,
+        target=MODEL,
+        params=Params(target, ()),
+        longest=64,
+        new=12,
+        temperature=temperature,
     )
     assert plain.tokens == expected and plain.reasons == ["error"] * 4 + ["length"]
 

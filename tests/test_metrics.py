@@ -14,7 +14,13 @@ LOG = RoundInfo(drafted=[3, 3, 0, 2, 3, 0], accepted=[3, 0, 0, 1, 2, 0], emitted
 
 def test_statistics_by_hand():
     s = metrics.statistics(metrics.cut(LOG, 11), 3)
-    assert (s.num_spec_steps, s.num_draft_tokens, s.num_accepted_draft_tokens, s.num_spec_tokens, s.num_emitted_tokens) == (5, 11, 6, 3, 11)
+    assert (s.num_spec_steps, s.num_draft_tokens, s.num_accepted_draft_tokens, s.num_spec_tokens, s.num_emitted_tokens) == (
+        5,
+        11,
+        6,
+        3,
+        11,
+    )
     assert s.mean_acceptance_length == 1 + 6 / 5 and s.tokens_per_step == 11 / 5 and s.draft_acceptance_rate == 6 / 11
     assert s.acceptance_histogram == (2, 1, 1, 1)
     assert s.acceptance_histogram_by_draft_length == ((1, 0, 0, 0), (0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 1))

@@ -61,7 +61,9 @@ def law(logits, params, prompt=(0,), output=(), drafted=(), seen=None):
     tokens[len(line) :] = 7  # junk that nobody may count
     drafted = np.asarray(drafted, np.int32)
     seen = np.tril(np.ones((len(drafted) + 1,) * 2, bool)) if seen is None else seen
-    history = History(jnp.asarray(tokens), jnp.array(len(line)), jnp.array(len(prompt)), jnp.asarray(drafted), jnp.asarray(seen))
+    history = History(
+        jnp.asarray(tokens), jnp.array(len(line)), jnp.array(len(prompt)), jnp.asarray(drafted), jnp.asarray(seen)
+    )
     one = jax.tree.map(lambda x: x[0], stack([params], np.shape(logits)[-1]))
     return np.exp(np.asarray(jax.jit(warp)(one, jnp.asarray(logits), history)))
 
@@ -75,7 +77,9 @@ GRID = [
 def test_warp_equals_sorting():
     """Every combination of temperature, top-k, top-p and min-p, at their ends too, on 20 random rows."""
     logits = np.random.default_rng(0).normal(0, 2, (20, V)).astype(np.float32)
-    params = [SamplingParams(**{**g, "top_k": g["top_k"] or 99, "top_p": g["top_p"] or 1.0, "min_p": g["min_p"] or 0.0}) for g in GRID]
+    params = [
+        SamplingParams(**{**g, "top_k": g["top_k"] or 99, "top_p": g["top_p"] or 1.0, "min_p": g["min_p"] or 0.0}) for g in GRID
+    ]
     stacked = stack(params, V)
     history = History(jnp.zeros(S, jnp.int32), jnp.array(1), jnp.array(1), jnp.zeros(0, jnp.int32), jnp.ones((1, 1), bool))
     all_rows = jax.jit(jax.vmap(lambda s: warp(s, jnp.asarray(logits), history)))(stacked)
@@ -84,7 +88,12 @@ def test_warp_equals_sorting():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-3, 3), min_size=V, max_size=V), st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, V), st.sampled_from([0.1, 0.5, 0.9]))
+@given(
+    st.lists(st.integers(-3, 3), min_size=V, max_size=V),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.integers(1, V),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
 def test_ties_at_a_cut_all_stay(values, temperature, k, p):
     """Integers as logits tie often; the cut of top-p must hold at least p, and less than p without its last tie."""
     params = SamplingParams(temperature=temperature, top_k=k, top_p=p)
@@ -125,7 +134,9 @@ def test_a_tiny_temperature_is_greedy_not_nan(temperature):
 
 @pytest.mark.parametrize("top_p", [1e-46, 1e-40, 1e-30, 1e-8])
 def test_a_tiny_top_p_keeps_the_best(top_p):
-    assert law(np.asarray([[1, 30, 20, -40]], np.float32), SamplingParams(temperature=1.0, top_p=top_p)).tolist() == [[0, 1, 0, 0]]
+    assert law(np.asarray([[1, 30, 20, -40]], np.float32), SamplingParams(temperature=1.0, top_p=top_p)).tolist() == [
+        [0, 1, 0, 0]
+    ]
 
 
 def test_impossible_tokens_stay_impossible():
@@ -194,7 +205,9 @@ def test_values_by_row_equal_rows_alone():
         SamplingParams(temperature=2.0, frequency_penalty=0.4, logit_bias={0: -np.inf, 1: 1.0, 2: 3.0}),
     ]
     logits = np.random.default_rng(3).normal(0, 2, (1, V)).astype(np.float32)
-    history = History(jnp.asarray([4, 4, 0, 0], jnp.int32), jnp.array(2), jnp.array(1), jnp.zeros(0, jnp.int32), jnp.ones((1, 1), bool))
+    history = History(
+        jnp.asarray([4, 4, 0, 0], jnp.int32), jnp.array(2), jnp.array(1), jnp.zeros(0, jnp.int32), jnp.ones((1, 1), bool)
+    )
     mixed = jax.vmap(lambda s: warp(s, jnp.asarray(logits), history))(stack(params, V))
     for p, row in zip(params, np.exp(np.asarray(mixed)), strict=True):
         np.testing.assert_allclose(row[0], reference(logits[0], p, [4, 4], [4]), atol=2e-6)
@@ -241,7 +254,13 @@ def test_values_that_make_no_sense_are_named(fields, message):
 
 
 def test_values_at_the_ends_of_their_ranges_are_taken():
-    stack([SamplingParams(1e9, 1, 1.0, 1.0, {0: -np.inf, V - 1: 0}, 1e-6, -5, 5), SamplingParams(np.float32(0.5), np.int64(3), 1e-9, 0)], V)
+    stack(
+        [
+            SamplingParams(1e9, 1, 1.0, 1.0, {0: -np.inf, V - 1: 0}, 1e-6, -5, 5),
+            SamplingParams(np.float32(0.5), np.int64(3), 1e-9, 0),
+        ],
+        V,
+    )
 
 
 # Numbers.
@@ -272,7 +291,9 @@ def test_threshold_in_float64():
         assert [cut(k) for k in (1, 2, 3, 4)] == [1.0 + 1e-12, 1.0, 1.0 - 1e-12, -3.0]
 
 
-@pytest.mark.parametrize("params", [PENALTIES[4], PENALTIES[2], PENALTIES[3], SamplingParams(0.7, 5, 0.8, 0.05), SamplingParams()])
+@pytest.mark.parametrize(
+    "params", [PENALTIES[4], PENALTIES[2], PENALTIES[3], SamplingParams(0.7, 5, 0.8, 0.05), SamplingParams()]
+)
 def test_warp_in_float64_is_exact_to_float64(params):
     logits = np.random.default_rng(4).normal(0, 2, (2, V))
     with jax.enable_x64(True):
@@ -284,7 +305,10 @@ def test_warp_in_float64_is_exact_to_float64(params):
         np.testing.assert_allclose(got[row], expected, atol=1e-14)
 
 
-@pytest.mark.parametrize(("rows", "expected"), [([1.0, 3.0, 3.0], 1), ([-np.inf, -np.inf, 0.0], 2), ([np.nan, 1.0, 2.0], 3), ([-np.inf] * 3, 3), ([np.inf, 1, np.inf], 0)])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([1.0, 3.0, 3.0], 1), ([-np.inf, -np.inf, 0.0], 2), ([np.nan, 1.0, 2.0], 3), ([-np.inf] * 3, 3), ([np.inf, 1, np.inf], 0)],
+)
 def test_first_argmax(rows, expected):
     assert int(sampling.first_argmax(jnp.asarray(rows))) == expected
 
@@ -317,7 +341,10 @@ def test_invert_at_the_boundaries(weights, u, expected):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=8, max_size=8).filter(any), st.sampled_from([0.0, 0.25, 0.5, 0.999, ULP]))
+@given(
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=8, max_size=8).filter(any),
+    st.sampled_from([0.0, 0.25, 0.5, 0.999, ULP]),
+)
 def test_invert_never_finds_a_weight_of_0(weights, u):
     index = int(draw.invert(jnp.asarray(weights, jnp.float32), jnp.float32(u)))
     assert weights[index] > 0

@@ -1,10 +1,10 @@
 """What is data compiles nothing new: cases P01, P03, E11."""
 
+import helpers as h
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import helpers as h
 import specjax
 from specjax import api
 from specjax.drafters.base import LoadedDrafter
@@ -32,7 +32,9 @@ LOOKUP = specjax.load_drafter("ngram", LM, num_draft=3, min_order=1)
 
 def call(drafter, *, seed=0, prompts=("abc", "de"), max_new_tokens=20, rule="rejection", lm=LM, **sampling):
     sampling = SamplingParams(**{"temperature": 0.5, "top_p": 0.9, **sampling})
-    return specjax.generate(lm, drafter, list(prompts), key=jax.random.key(seed), max_new_tokens=max_new_tokens, rule=rule, sampling=sampling)
+    return specjax.generate(
+        lm, drafter, list(prompts), key=jax.random.key(seed), max_new_tokens=max_new_tokens, rule=rule, sampling=sampling
+    )
 
 
 def test_P01_P03_nothing_compiles_twice():
@@ -65,7 +67,11 @@ def test_E11_no_budget_compiles():
     call(DRAFTER)
     before = len(TRACED)
     for budget in range(1, 18):
-        assert [len(c.tokens) for c in call(DRAFTER, max_new_tokens=budget) if c.finish_reason == "length"] in ([budget] * 2, [budget], [])
+        assert [len(c.tokens) for c in call(DRAFTER, max_new_tokens=budget) if c.finish_reason == "length"] in (
+            [budget] * 2,
+            [budget],
+            [],
+        )
     assert len(TRACED) == before
 
 
@@ -92,7 +98,9 @@ def test_what_does_compile():
 
 def test_params_are_arguments_not_constants():
     """Weights folded into a program would double the memory and compile for each checkpoint."""
-    lowered = api.run.lower(*run_arguments(), target=LM.model, drafter=DRAFTER.drafter, rule=specjax.RULES["rejection"], max_rounds=4)
+    lowered = api.run.lower(
+        *run_arguments(), target=LM.model, drafter=DRAFTER.drafter, rule=specjax.RULES["rejection"], max_rounds=4
+    )
     assert "dense<" not in lowered.as_text() or max(len(line) for line in lowered.as_text().splitlines()) < 20_000
 
 
@@ -102,8 +110,16 @@ def run_arguments():
 
     assert isinstance(DRAFTER, LoadedDrafter)
     params = Params(TABLE, DRAFTER.params)
+    one = jnp.ones(1, jnp.int32)
     state = api.start(
-        params, jnp.zeros((1, 64), jnp.int32), jnp.ones(1, jnp.int32), jnp.full(1, 9, jnp.int32), jnp.full((1, 1), -1, jnp.int32),
-        keys.request_keys(jax.random.key(0), jnp.arange(1)), sampling.stack([SamplingParams()], 32), target=LM.model, drafter=DRAFTER.drafter,
-    )  # fmt: skip
+        params,
+        jnp.zeros((1, 64), jnp.int32),
+        one,
+        9 * one,
+        -jnp.ones((1, 1), jnp.int32),
+        keys.request_keys(jax.random.key(0), jnp.arange(1)),
+        sampling.stack([SamplingParams()], 32),
+        target=LM.model,
+        drafter=DRAFTER.drafter,
+    )
     return params, state, jnp.asarray(np.int32(4))

@@ -176,6 +176,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, new_k = RMSNorm(self.eps, name="q_norm")(q), RMSNorm(self.eps, name="k_norm")(new_k)
         q = rope(q.reshape(*q.shape[:2], -1, self.head_dim), positions, frequency).reshape(q.shape)
+        new_v = jnp.where(jnp.isfinite(new_v), new_v, 0)  # unseen slots weigh 0, and 0 x NaN is NaN
         k, v = kv.write(k, v, rope(new_k, positions, frequency), new_v, at)
         own = Segment(k, v, seen)
         y = attend(q, (own,) if context is None else (context, own), self.scale)
