@@ -19,8 +19,8 @@ from specjax.drafters import METHODS
 from specjax.drafters.base import LoadedDrafter, options
 from specjax.metrics import Statistics, cut, statistics
 from specjax.models.load import LM, load
-from specjax.models.text import TextStream
 from specjax.sampling import SamplingParams
+from specjax.text import TextStream
 from specjax.types import ERROR, FINISH_REASONS, RUNNING, STOP, Array, Params, RoundInfo, Rule, State
 from specjax.verify import RULES
 

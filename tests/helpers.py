@@ -262,7 +262,7 @@ def tokenizer(eos_ids=(31,)):
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    from specjax.models import text
+    from specjax import text
 
     vocab = {c: i for i, c in enumerate(ALPHABET)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="?"))

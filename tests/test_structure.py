@@ -9,18 +9,19 @@ ROOT = Path(__file__).parents[1] / "specjax"
 FILES = sorted(ROOT.rglob("*.py"))
 
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
-HEART = CORE | {"metrics", "models", "verify", "drafters", "decode"}
+HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
 TOOLS = {"cli", "flags", "console", "demo", "bench", "prompts"}
 MAY_IMPORT = {
     "types": set(),
     **{room: {"types"} for room in CORE - {"types"}},
     "metrics": CORE,
-    "models": CORE,
+    "text": set(),
+    "models": CORE | {"text"},
     "verify": CORE,
     "drafters": CORE | {"models.layers"},
     "decode": CORE | {"verify.draw"},
-    "engine": CORE | {"decode", "schedule", "metrics", "models.text", "models.text_stream"},
+    "engine": CORE | {"decode", "schedule", "metrics", "text"},
     "latency": {"types"},
     "schedule": {"types", "latency"},
     "train": HEART | {"checkpoint", "sharding"},

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax.models import fetch, text
+from specjax import text
+from specjax.models import fetch
 from specjax.models.gguf import read_gguf
 from specjax.models.huggingface import read_directory
 from specjax.models.transformer import TransformerConfig, language_model

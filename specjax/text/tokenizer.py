@@ -2,7 +2,7 @@
 
 `tokenizers` does the work; this file finds the ids around it (BOS, every EOS, the chat template) and keeps two rules:
 a chat prompt starts with exactly one BOS whether the template or the tokenizer writes it, and streamed text equals
-whole text (`text_stream.py`).  No clean-up of spaces before punctuation is done: it would change what the model said.
+whole text (`stream.py`).  No clean-up of spaces before punctuation is done: it would change what the model said.
 """
 
 from __future__ import annotations
@@ -15,25 +15,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from gguf import GGUFReader
 
-from specjax.models import gguf_tokenizer
-from specjax.models.chat_template import RenderedChat, render_chat
-from specjax.models.text_stream import StopStrings, StreamDecoder, StreamStep, Surfaces, TextStream, token_surfaces
-
-__all__ = [
-    "ChatTokens",
-    "RenderedChat",
-    "StopStrings",
-    "StreamDecoder",
-    "StreamStep",
-    "Surfaces",
-    "TextStream",
-    "Tokenizer",
-    "from_directory",
-    "from_gguf",
-    "from_tokenizers",
-    "render_chat",
-    "token_surfaces",
-]
+from specjax.text import gguf
+from specjax.text.chat_template import render_chat
+from specjax.text.stream import StreamDecoder, Surfaces, TextStream, token_surfaces
 
 
 class ChatTokens(NamedTuple):
@@ -134,8 +118,8 @@ def from_tokenizers(
 
 def from_gguf(reader: GGUFReader) -> Tokenizer:
     """The tokenizer inside an open GGUF file, `tokenizer.chat_template` included (errors: `read_vocabulary`)."""
-    vocabulary = gguf_tokenizer.read_vocabulary(reader)
-    template = gguf_tokenizer.field(reader, "tokenizer.chat_template")
+    vocabulary = gguf.read_vocabulary(reader)
+    template = gguf.field(reader, "tokenizer.chat_template")
     return from_tokenizers(vocabulary.backend, bos_id=vocabulary.bos_id, eos_ids=vocabulary.eos_ids, chat_template=template)
 
 

@@ -185,13 +185,9 @@ def _merges_by_score(tokens: list[str], kinds: list[int], scores: list[float]) -
 
 def _add_specials(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
     pairs = list(zip(tokens, kinds, strict=True))
-    special = [
-        AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind in (Kind.CONTROL, Kind.UNKNOWN)
-    ]
+    special = [AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind in (Kind.CONTROL, Kind.UNKNOWN)]
     backend.add_special_tokens(special)
-    backend.add_tokens(
-        [AddedToken(t, normalized=False, special=False) for t, kind in pairs if kind == Kind.USER_DEFINED]
-    )
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t, kind in pairs if kind == Kind.USER_DEFINED])
 
 
 def _add_template(backend: Tokenizer, tokens: list[str], bos: int | None, eos: int | None) -> None:

@@ -15,8 +15,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from specjax.models import text
-from specjax.models.chat_template import render_chat
+from specjax import text
+from specjax.text.chat_template import render_chat
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = json.loads((GOLDEN / "text_tokens.json").read_text())
@@ -156,9 +156,7 @@ def test_pieces_merge_by_score_not_by_order(tmp_path):
     tokenizer = text.from_gguf(open_gguf(tmp_path, sentencepiece()))
     pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("abc", add_special=False)]
     assert pieces == ["▁a", "bc"]  # bc (-1) goes before ab (-2), then only ▁a is left
-    unused = sentencepiece(
-        token_type=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * 5 + [UNUSED, NORMAL, NORMAL]
-    )
+    unused = sentencepiece(token_type=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * 5 + [UNUSED, NORMAL, NORMAL])
     tokenizer = text.from_gguf(open_gguf(tmp_path, unused))
     pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("abc", add_special=False)]
     assert pieces == ["▁", "abc"]  # bc is not for use
@@ -365,9 +363,7 @@ def test_templates_equal_transformers(name):
     cases = [case[1:] for case in CHATS["cases"] if case[0] == name]
     assert len(cases) == 4
     for messages, prompt, expected, spans in cases:
-        chat = render_chat(
-            CHATS["templates"][name], messages, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>"
-        )
+        chat = render_chat(CHATS["templates"][name], messages, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
         assert (chat.text, [list(span) for span in chat.spans]) == (expected, spans)
 
 
