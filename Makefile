@@ -10,7 +10,7 @@ demo: $(VENV)/.core
 	$(BIN)/specjax demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not parity"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not parity"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow

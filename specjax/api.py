@@ -180,14 +180,9 @@ def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) 
     loaded = METHODS["plain"].load(lm) if drafter is None else drafter
     law = find_rule(rule)
     decode.check(lm.model, loaded.drafter, law)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least 1")
-    ids = [encode(lm, prompt, index) for index, prompt in enumerate(prompts)]
-    if not ids:
-        raise ValueError("no prompts: give at least one")
+    ids = check_request(lm, prompts, key, max_new_tokens, params, stop)
+    streams = [] if lm.tokenizer is None else [lm.tokenizer.stream(stop=stop) for _ in ids]
     each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(ids):
-        raise ValueError(f"{len(each)} sets of sampling parameters for {len(ids)} prompts: give one, or one each")
     lengths = np.asarray([len(x) for x in ids], np.int32)
     ends = np.minimum(lengths + max_new_tokens, lm.model.max_length)
     needed = decode.capacity_for(int(ends.max()), loaded.drafter)
@@ -195,22 +190,32 @@ def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) 
     tokens = np.zeros((len(ids), capacity), np.int32)
     for row, prompt in enumerate(ids):
         tokens[row, : len(prompt)] = prompt
-    eos = np.asarray([lm.tokenizer.eos_ids if lm.tokenizer else ()] * len(ids), np.int32).reshape(len(ids), -1)
-    eos = np.pad(eos, ((0, 0), (0, 1)), constant_values=-1)  # never empty
+    eos_ids = () if lm.tokenizer is None else lm.tokenizer.eos_ids
+    eos = np.asarray([(*eos_ids, -1)] * len(ids), np.int32)  # never empty: no token is -1
+    request = keys.request_keys(key, jnp.arange(len(ids))) if jnp.ndim(key) == 0 else key
+    both, static = Params(lm.params, loaded.params), dict(target=lm.model, drafter=loaded.drafter)
+    arrays = [jnp.asarray(x) for x in (tokens, lengths, ends, eos)]
+    state = start(both, *arrays, request, sampling.stack(each, lm.model.vocab_size), **static)
+    state = prefill(both, state, chunk=64 if jax.default_backend() == "cpu" else 256, **static)
+    return Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
+
+
+def check_request(lm: LM, prompts, key, max_new_tokens: int, params, stop) -> list[list[int]]:
+    """Token ids of every prompt, once everything that was asked makes sense; ValueError in one line if not."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: ask for at least 1")
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is one string, {prompts[:20]!r}: give a list of prompts")
+    ids = [encode(lm, prompt, index) for index, prompt in enumerate(prompts)]
+    if not ids:
+        raise ValueError("no prompts: give at least one")
+    if not isinstance(params, SamplingParams) and len(params) != len(ids):
+        raise ValueError(f"{len(params)} sets of sampling parameters for {len(ids)} prompts: give one, or one each")
     if jnp.ndim(key) and key.shape != (len(ids),):
         raise ValueError(f"{key.shape[0]} keys for {len(ids)} prompts: give one, or one each")
-    request = keys.request_keys(key, jnp.arange(len(ids))) if jnp.ndim(key) == 0 else key
-    both = Params(lm.params, loaded.params)
-    static = dict(target=lm.model, drafter=loaded.drafter)
-    stacked = sampling.stack(each, lm.model.vocab_size)
-    state = start(
-        both, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends), jnp.asarray(eos), request, stacked, **static
-    )
-    state = prefill(both, state, chunk=64 if jax.default_backend() == "cpu" else 256, **static)
-    streams = [lm.tokenizer.stream(stop=stop) for _ in ids] if lm.tokenizer else []
-    if stop and not streams:
+    if stop and lm.tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
-    return Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
+    return ids
 
 
 def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:

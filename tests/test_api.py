@@ -310,6 +310,7 @@ WRONG = [
     (lambda: generate(rule="rejectoin"), "no rule 'rejectoin': did you mean 'rejection'"),
     (lambda: generate(max_new_tokens=0), "max_new_tokens=0"),
     (lambda: generate(prompts=[]), "no prompts"),
+    (lambda: generate(prompts="abc"), "prompts is one string, 'abc'"),
     (lambda: generate(prompts=["a", ""]), "prompt 1 is empty"),
     (lambda: generate(prompts=[[]]), "prompt 0 is empty"),
     (lambda: generate(prompts=[[0, 32]]), "id 32"),
