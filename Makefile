@@ -19,7 +19,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: $(VENV)/.test
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 doctest: $(VENV)/.test
 	$(BIN)/python -m pytest --doctest-modules specjax
