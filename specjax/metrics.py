@@ -30,7 +30,11 @@ class Statistics(NamedTuple):
 
 
 def cut(rounds: RoundInfo, kept: int) -> RoundInfo:
-    """Rounds [R] of one request as if it had ended after `kept` tokens: later ones vanish, the last is shortened."""
+    """Rounds [R] of one request as if it had ended after `kept` tokens: later ones vanish, the last is shortened.
+
+    >>> cut(RoundInfo(drafted=[4, 4, 4], accepted=[2, 4, 1], emitted=[3, 5, 2]), 5).emitted.tolist()
+    [3, 2]
+    """
     drafted, accepted, emitted = (np.asarray(x) for x in rounds)
     before = np.cumsum(emitted) - emitted
     used = (emitted > 0) & (before < kept)

@@ -12,7 +12,11 @@ from specjax.types import Array
 
 
 def chain(num_draft: int) -> np.ndarray:
-    """Parents of a chain: [-1, 0, 1, ...]."""
+    """Parents of a chain.
+
+    >>> chain(3)
+    array([-1,  0,  1], dtype=int32)
+    """
     return np.arange(-1, num_draft - 1, dtype=np.int32)
 
 

@@ -18,12 +18,20 @@ def normalised(weights: Array, fallback: Array) -> Array:
 
 
 def residual(p: Array, q: Array) -> Array:
-    """norm(max(p - q, 0)), Leviathan et al. 2023 (arXiv 2211.17192), p where that is empty."""
+    """norm(max(p - q, 0)), Leviathan et al. 2023 (arXiv 2211.17192), p where that is empty.
+
+    >>> print(residual(jnp.array([0.5, 0.25, 0.25]), jnp.array([0.75, 0.25, 0.0])))
+    [0. 0. 1.]
+    """
     return normalised(jnp.maximum(p - q, 0), p)
 
 
 def ratio(p: Array, q: Array) -> Array:
-    """min(1, p / q), and 0 where q is 0 or NaN: such a token was never drawn from q."""
+    """min(1, p / q), and 0 where q is 0 or NaN: such a token was never drawn from q.
+
+    >>> print(ratio(jnp.array([0.25, 0.5, 0.5]), jnp.array([0.5, 0.25, 0.0])))
+    [0.5 1.  0. ]
+    """
     return jnp.where(q > 0, jnp.minimum(1, p / jnp.where(q > 0, q, 1)), 0).astype(p.dtype)
 
 
