@@ -39,7 +39,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e ".[test,dev]"
 	touch $@ $(VENV)/.core
 
-# torch first and pinned: an unpinned torch may bring a CUDA build of several GB
+# torch first: elsewhere take its CPU wheel (an index of its own) if a CUDA build of several GB is too much
 $(PARITY)/.parity: pyproject.toml
 	$(PYTHON) -m venv $(PARITY)
 	$(PARITY)/bin/python -m pip install -q --upgrade pip
@@ -48,4 +48,4 @@ $(PARITY)/.parity: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PARITY) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -5,8 +5,9 @@
 A random tiny transformer (2 layers, one with a sliding window; grouped queries), ten ragged rows: five prompts of 1 to 23
 tokens greedily, and the same at temperature 1.  A cell says how many drafted tokens were accepted, and `=` where the
 tokens are those of plain decoding: greedy rows for every rule, rows at temperature 1 for `coupled` too; `NO` otherwise.
-It builds about 130 programs: 6 minutes on 2 CPU cores.  Expected: no `NO` anywhere, acceptance that grows
-with K in count and falls in rate, and all drafts accepted for a drafter that is the target (rejection and coupled).
+It builds 160 programs: 6 minutes on 2 CPU cores.  Expected: no `NO` anywhere, acceptance that grows
+with K in count and falls in rate, and all drafts accepted for a drafter that is the target (rejection and coupled), but those
+the budget cuts off the last round.
 The test of it: `pytest -m slow tests/test_decode.py`.
 """
 

@@ -31,7 +31,7 @@ run = jax.jit(decode.run, static_argnames=("target", "drafter", "rule", "max_rou
 Prompt = str | Sequence[Mapping] | Sequence[int]
 
 CAPACITIES = tuple(sorted(size << i for i in range(16) for size in (256, 384)))
-"""Slots a cache may have: lengths up to the same one share a compilation, and at most a third of a cache is idle."""
+"""Slots a cache may have: lengths up to the same one share a compilation; past 256 at most a third of a cache is idle."""
 
 STOP_STRIDE = 8
 """Rounds between two looks of the host, where stop strings ask for looks."""
@@ -78,7 +78,7 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
         settings["model"] = load(settings["model"])
     if "model" in options(METHODS[method]) and settings.get("model") is None:
         raise ValueError(f"method {method!r} needs `model`: the path or name of a language model of the target's vocabulary")
-    return METHODS[method].load(lm, num_draft=num_draft, **settings)
+    return METHODS[method].load(lm, num_draft=num_draft, **settings)._replace(rule=METHODS[method].rule)
 
 
 def find_rule(name: str) -> Rule:
@@ -102,7 +102,7 @@ def generate(
     *,
     key: Array,
     max_new_tokens: int = 128,
-    rule: str = "rejection",
+    rule: str | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     stop: Sequence[str] = (),
 ) -> list[Completion]:
@@ -114,7 +114,7 @@ def generate(
       prompts: strings (continued as they stand), chats (lists of {"role", "content"}) or lists of token ids.
       key: a typed key, `jax.random.key(seed)`: each prompt's own is folded from it by its index.  Or one key a prompt.
       max_new_tokens: the most tokens a prompt may add, from 1.
-      rule: a key of RULES.
+      rule: a key of RULES; None is the usual one of the drafter's method.
       sampling: parameters for all prompts, or a list with those of each.
       stop: strings that end a text; the text ends before the first of them.
 
@@ -137,7 +137,7 @@ def stream(
     *,
     key: Array,
     max_new_tokens: int = 128,
-    rule: str = "rejection",
+    rule: str | None = None,
     sampling: SamplingParams = SamplingParams(),
     stop: Sequence[str] = (),
     stride: int = 1,
@@ -178,7 +178,7 @@ class Session(NamedTuple):
 def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) -> Session:
     """Check everything that can be checked, pad, and prefill."""
     loaded = METHODS["plain"].load(lm) if drafter is None else drafter
-    law = find_rule(rule)
+    law = find_rule(loaded.rule if rule is None else rule)
     decode.check(lm.model, loaded.drafter, law)
     ids = check_request(lm, prompts, key, max_new_tokens, params, stop)
     streams = [] if lm.tokenizer is None else [lm.tokenizer.stream(stop=stop) for _ in ids]
@@ -211,6 +211,8 @@ def check_request(lm: LM, prompts, key, max_new_tokens: int, params, stop) -> li
         raise ValueError("no prompts: give at least one")
     if not isinstance(params, SamplingParams) and len(params) != len(ids):
         raise ValueError(f"{len(params)} sets of sampling parameters for {len(ids)} prompts: give one, or one each")
+    if not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"key is of type {type(key).__name__}: give jax.random.key(seed)")
     if jnp.ndim(key) and key.shape != (len(ids),):
         raise ValueError(f"{key.shape[0]} keys for {len(ids)} prompts: give one, or one each")
     if stop and lm.tokenizer is None:

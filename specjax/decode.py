@@ -137,7 +137,9 @@ def round(
 ) -> tuple[State, RoundInfo]:  # fmt: skip
     """Propose, verify in one target pass, commit.  Rows that are done are carried along unchanged.
 
-    `limit(draft, state) -> [B]` says how many nodes of each row to verify; what it needs lies in `state.schedule`.
+    `limit(draft, state) -> [B]` says how many nodes of each row to verify; what it needs lies in `state.schedule`.  Whether
+    node i is verified may depend on nodes before it, never on itself or later ones (their tokens, laws or confidences):
+    dropping a node because of what was drawn there biases the output.
     """
     live = state.status == RUNNING
     noise = noise_source(state, rule, target.vocab_size)
@@ -205,7 +207,7 @@ def verify(params: Params, state: State, draft: Draft, noise: Callable, *, targe
 def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
     """`verify` for a draft of the width that is run."""
     depth = min(drafter.depth, draft.tokens.shape[1])
-    seen = jax.vmap(lambda parents: trees.ancestors(parents, depth))(draft.parents)
+    seen = jax.vmap(trees.ancestors)(draft.parents)
     block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), draft.tokens], 1)
     positions = state.cache.length[:, None] + seen.sum(-1) - 1
     out, cache = target.apply(params.target, block, state.cache, positions=positions, mask=seen, features=drafter.features)

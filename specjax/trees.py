@@ -20,13 +20,13 @@ def chain(num_draft: int) -> np.ndarray:
     return np.arange(-1, num_draft - 1, dtype=np.int32)
 
 
-def ancestors(parents: Array, depth: int) -> Array:
-    """parents [N] -> [N+1, N+1] bool: row i sees row j (itself included).  An absent node sees itself and row 0 only."""
+def ancestors(parents: Array) -> Array:
+    """Parents [N] -> [N+1, N+1] bool: row i sees row j (itself included).  An absent node sees itself and row 0 only."""
     n = parents.shape[0]
     up = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.maximum(parents + 1, 0)])
     seen = jnp.eye(n + 1, dtype=bool)
-    for _ in range(depth):
-        seen = seen | seen[up]
+    for _ in range(n.bit_length()):  # after i doublings a row sees 2 ** i generations
+        seen, up = seen | seen[up], up[up]
     return seen.at[:, 0].set(True)
 
 

@@ -145,7 +145,14 @@ class LanguageModel(NamedTuple):
 class Drafter(NamedTuple):
     """A way to propose tokens: pure functions plus the static shape of a draft.
 
-    `noise(depth, width) -> [B, width, V]` is Gumbel noise for tokens at `depth` (from 1); a drafter gets no key.
+    `noise(depth, width) -> [B, width, V]` is Gumbel noise for tokens at `depth` (from 1); a drafter gets no key.  Ask once
+    for each depth, a row for each draw: two calls at one depth give the same noise.  Under a coupled rule all its rows are
+    the target's own: take siblings as the top k of ONE row.
+
+    A chunk that `absorb` sees ends at `sequences.cache.length` and holds `count` tokens (0 for a row that is through); a
+    prompt of one token has none.  `commit` sees the Output of the whole block, zero past the width that was run, and a
+    Verdict that an end or a budget may still cut (the row is done then).  States keep their form; of a row that is done all
+    leaves are restored except K/V buffers, so let large buffers be a KVCache.
     """
 
     init: Callable  # (params, batch, capacity) -> empty state

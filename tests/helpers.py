@@ -69,7 +69,7 @@ def scripted(num_nodes, depth, *, vocab_size=V, soft=False, chain=True):
         at = jnp.minimum(r, params.drafter.wrong.shape[1] - 1)
         pick = lambda x: jax.vmap(lambda row, i: row[i])(x, at)
         wrong, parents = pick(params.drafter.wrong), pick(params.drafter.parents)
-        level = jax.vmap(lambda p: trees.ancestors(p, depth).sum(-1, dtype=jnp.int32)[1:] - 1)(parents)
+        level = jax.vmap(lambda p: trees.ancestors(p).sum(-1, dtype=jnp.int32)[1:] - 1)(parents)
         index = jnp.minimum(sequences.length[:, None] + level - 1, params.drafter.truth.shape[1] - 1)
         tokens = (jnp.take_along_axis(params.drafter.truth, index, 1) + wrong) % vocab_size
         law = jnp.full((*tokens.shape, vocab_size), -np.log(vocab_size), jnp.float32) if soft else None

@@ -318,6 +318,7 @@ WRONG = [
     (lambda: generate(sampling=[SamplingParams()] * 3), "3 sets of sampling parameters for 1 prompts"),
     (lambda: generate(sampling=SamplingParams(top_p=2.0)), "top_p=2.0"),
     (lambda: generate(stop=[""]), "non-empty strings"),
+    (lambda: generate(key=0), "key is of type int: give jax.random.key(seed)"),
     (lambda: generate(stop="end"), "stop=['...']"),
     (lambda: generate(key=jax.random.split(jax.random.key(1), 3)), "3 keys for 1 prompts"),
     (lambda: generate(lm=ALPHABETICAL._replace(tokenizer=None)), "loaded without a tokenizer"),

@@ -512,9 +512,7 @@ def decide_by_position(state, draft, log_p, noise, *, rule, depth):
     def one(coins, key_emit, draft, log_p):
         plan = rule.plan(draft, log_p)
         row = draw.walk(draw.follow(plan, coins[::-1]))  # decision m is of node n - 1 - m
-        return draw.verdict(
-            draft, trees.ancestors(draft.parents, depth), row, draw.sample(key_emit, plan.correction(row)), depth
-        )
+        return draw.verdict(draft, trees.ancestors(draft.parents), row, draw.sample(key_emit, plan.correction(row)), depth)
 
     return jax.vmap(one)(coins, keys.round_keys(state.key, keys.EMIT, state.length), draft, log_p)
 

@@ -15,3 +15,7 @@ def test_the_quickstart_runs(capsys):
     exec(compile(code, "README.md", "exec"), names)
     assert names["fast"][0].tokens == names["plain"][0].tokens
     assert len(capsys.readouterr().out) > 100
+
+
+def test_nothing_was_left_to_fill_in():
+    assert not re.findall(r"\b(?:TAU|TIME|TODO|NUMBERS)[A-Z_]*\b", README)

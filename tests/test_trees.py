@@ -38,7 +38,7 @@ def test_ancestors_paths_and_links_of_every_tree_of_four():
     every = list(all_trees(N))
     assert len(every) == 65
     stack = jnp.asarray(every, jnp.int32)
-    seen = jax.jit(jax.vmap(lambda p: trees.ancestors(p, N)))(stack)
+    seen = jax.jit(jax.vmap(trees.ancestors))(stack)
     first, sibling = jax.jit(jax.vmap(trees.links))(stack)
     paths = jax.jit(jax.vmap(lambda s: jax.vmap(lambda row: trees.path_to(row, s, N))(jnp.arange(N + 1))))(seen)
     for parents, s, child, brother, ways in zip(every, *map(np.asarray, (seen, first, sibling, paths)), strict=True):
@@ -52,15 +52,9 @@ def test_ancestors_paths_and_links_of_every_tree_of_four():
                 assert brother[i] == next((j for j in range(i + 1, N) if parents[j] == parents[i]), N)
 
 
-def test_a_depth_that_suffices_is_enough():
-    for parents in ([-1, 0, 1, 2], [-1, -1, 0, 1], [-1, 0, 0, 2], [-2, -1, 1, -2]):
-        p = jnp.asarray(parents, jnp.int32)
-        np.testing.assert_array_equal(trees.ancestors(p, depth_of(parents)), trees.ancestors(p, N + 3))
-
-
 def test_chain():
     assert trees.chain(3).tolist() == [-1, 0, 1] and trees.chain(0).tolist() == [] and trees.chain(3).dtype == np.int32
-    np.testing.assert_array_equal(trees.ancestors(jnp.asarray(trees.chain(3)), 3), np.tril(np.ones((4, 4), bool)))
+    np.testing.assert_array_equal(trees.ancestors(jnp.asarray(trees.chain(3))), np.tril(np.ones((4, 4), bool)))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 15, 16])
@@ -80,7 +74,7 @@ def test_verdict_of_every_row_of_every_tree():
     tokens = [10, 11, 12, 13]
     for parents in all_trees(N):
         draft = Draft(jnp.asarray(tokens, jnp.int32), jnp.asarray(parents, jnp.int32))
-        seen = trees.ancestors(draft.parents, N)
+        seen = trees.ancestors(draft.parents)
         if sum(parents) % 5:  # a fifth of them will do
             continue
         for row in [0] + [i + 1 for i in range(N) if parents[i] >= -1]:

@@ -28,6 +28,7 @@ class LoadedDrafter(NamedTuple):
     drafter: Drafter
     params: Any
     card: Card
+    rule: str = "rejection"  # the rule it is usually run with
 
 
 class Method(NamedTuple):

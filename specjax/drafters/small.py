@@ -61,7 +61,7 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
         carry, (tokens, laws) = jax.lax.scan(step, carry, jnp.arange(1, num_draft))
         token, log_q = last(carry, num_draft)
         draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, log_q[None], 0))
-        return draft, rewind(carry[0], state.length)
+        return draft, rewind(carry[0], sequences.length - 1)
 
     return Drafter(
         init=lambda params, batch, capacity: model.init_cache(batch, capacity),

@@ -41,7 +41,7 @@ def exact(rule: Rule, parents: np.ndarray, p: Target, q: Proposal, vocab_size: i
       point: hand the rule `log_q=None`, for a q that is one-hot.
     """
     n = len(parents)
-    seen = np.asarray(trees.ancestors(jnp.asarray(parents, jnp.int32), n))
+    seen = np.asarray(trees.ancestors(jnp.asarray(parents, jnp.int32)))
     horizon = int(seen.sum(1).max())
     thresholds = jax.jit(
         lambda tokens, log_p, log_q: _numbers(rule.plan(Draft(tokens, jnp.asarray(parents, jnp.int32), log_q), log_p), n)

@@ -176,11 +176,13 @@ class Attention(nn.Module):
         if self.qk_norm:
             q, new_k = RMSNorm(self.eps, name="q_norm")(q), RMSNorm(self.eps, name="k_norm")(new_k)
         q = rope(q.reshape(*q.shape[:2], -1, self.head_dim), positions, frequency).reshape(q.shape)
-        new_v = jnp.where(jnp.isfinite(new_v), new_v, 0)  # unseen slots weigh 0, and 0 x NaN is NaN
+        sound = jnp.isfinite(new_v)  # 0 x NaN is NaN: what a broken token stores would reach the rows that do not see it
+        new_v = jnp.where(sound, new_v, 0)
         k, v = kv.write(k, v, rope(new_k, positions, frequency), new_v, at)
         own = Segment(k, v, seen)
         y = attend(q, (own,) if context is None else (context, own), self.scale)
-        return Linear((self.width,), dtype=self.dtype, name="out")(y.reshape(*y.shape[:2], -1)), k, v
+        y = jnp.where(sound.all((2, 3))[:, :, None], y.reshape(*y.shape[:2], -1), jnp.nan)  # but not its own: it is broken
+        return Linear((self.width,), dtype=self.dtype, name="out")(y), k, v
 
 
 class MLP(nn.Module):

@@ -23,15 +23,17 @@ def plan(draft: Draft, log_p: Array) -> Plan:
     node = jnp.arange(n, dtype=jnp.int32)
     log_q = draft.log_q.astype(log_p.dtype)
     drafted = (draft.parents >= -1).sum(dtype=jnp.int32)
-    kept = kept_mass(at_tokens(log_p, node, draft.tokens), at_tokens(log_q, node, draft.tokens))  # P_0..P_N
+    lawful = jnp.isfinite(log_p.max(-1))  # a row without a law has all its mass on an error, which q never draws
+    p_x = jnp.where(lawful[:n], at_tokens(log_p, node, draft.tokens), 0)
+    kept = kept_mass(p_x, at_tokens(log_q, node, draft.tokens))  # P_0..P_N
 
     def scaled(row):  # max(P_i p - q, 0) of one row
         return jnp.maximum(kept[row] * jnp.exp(log_p[row]) - jnp.exp(log_q[jnp.minimum(row, n - 1)]), 0)
 
     z = jax.lax.map(lambda row: scaled(row).sum(), jnp.arange(1, n, dtype=jnp.int32))  # one row at a time: no [N, V] temporary
+    z = jnp.where(lawful[1:n], z, kept[1:n])
     rest = z + 1 - kept[1:n]
-    certain = rest <= 0  # a row without a law (NaN) is not: it accepts nothing
-    h = jnp.append(jnp.where(certain, 1, z / jnp.where(certain, 1, rest)), 0)
+    h = jnp.append(jnp.where(rest > 0, z / jnp.where(rest > 0, rest, 1), 1), 0)
     h = jnp.where(node + 1 == drafted, kept[1:], jnp.where(node + 1 < drafted, h, 0))
 
     def correction(row):

@@ -30,7 +30,7 @@ def draw(rule: Rule, key_accept: Array, key_emit: Array, noise, draft: Draft, lo
       depth: the longest path, in tokens.
     """
     n = draft.tokens.shape[0]
-    seen = trees.ancestors(draft.parents, depth)
+    seen = trees.ancestors(draft.parents)
     if rule.coupled:
         level = jnp.minimum(seen.sum(-1, dtype=jnp.int32) - 1, depth)
         y = first_argmax(log_p + noise[level])

@@ -140,10 +140,10 @@ def test_a_proposal_is_a_function_of_what_it_is_given(method):
     sequences = Sequences(state.tokens, state.length, state.cache, state.sampling)
     go = jax.jit(
         lambda n1, n2, n3: loaded(method).drafter.propose(
-            lambda d, w=1: jnp.stack([n1, n2, n3])[d - 1], params, state.drafter, sequences
+            lambda d, w=1: jnp.stack([n1, n2, n3])[d - 1][:, :w], params, state.drafter, sequences
         )
     )
-    a, b = [[jax.random.gumbel(jax.random.fold_in(jax.random.key(s), i), (5, 1, h.V)) for i in range(3)] for s in (1, 2)]
+    a, b = [[jax.random.gumbel(jax.random.fold_in(jax.random.key(s), i), (5, 8, h.V)) for i in range(3)] for s in (1, 2)]
     one, other = go(*a)[0], go(*b)[0]
     greedy = np.asarray(HEAT) == 0
     np.testing.assert_array_equal(np.asarray(one.tokens)[greedy], np.asarray(other.tokens)[greedy])

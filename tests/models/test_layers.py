@@ -102,7 +102,7 @@ def test_C09_tree_rows_equal_linear_passes(params):
     """Position = committed + depth, whatever the order of nodes; the window counts along the path."""
     parents = jnp.asarray([-1, -1, 0, 1, 1, 4, 5, 2], jnp.int32)
     paths = [[], [0], [1], [0, 2], [1, 3], [1, 4], [1, 4, 5], [1, 4, 5, 6], [0, 2, 7]]
-    seen = trees.ancestors(parents, 4)
+    seen = trees.ancestors(parents)
     prefix = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     nodes = jax.random.randint(jax.random.key(5), (2, 8), 0, 19)
     _, cache = apply(params, prefix, MODEL.init_cache(2, 20))
@@ -119,7 +119,7 @@ def test_a_broken_token_reaches_only_the_rows_that_see_it(params, value):
     """A token whose embedding is NaN or inf is drafted and refused: its siblings and ancestors are as they were."""
     broken = {**params, "embedding": params["embedding"].at[7].set(value)}
     parents = jnp.asarray([-1, -1, 1, 0], jnp.int32)
-    seen, positions = trees.ancestors(parents, 2), jnp.asarray([[0, 1, 1, 2, 2]])
+    seen, positions = trees.ancestors(parents), jnp.asarray([[0, 1, 1, 2, 2]])
     go = lambda p, token: apply(p, jnp.asarray([[3, token, 4, 5, 6]]), MODEL.init_cache(1, 8), positions=positions, mask=seen)
     (out, cache), (clean, _) = go(broken, 7), go(params, 8)
     close(out.logits[0, [0, 2, 3]], clean.logits[0, [0, 2, 3]])

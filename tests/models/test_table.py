@@ -52,7 +52,7 @@ def test_a_tree_sees_its_paths(order):
     model = table(V, order=order)
     params = model.init(jax.random.key(2))
     parents = jnp.asarray([-1, -1, 0, 1, 1, 3], jnp.int32)
-    seen = trees.ancestors(parents, 3)
+    seen = trees.ancestors(parents)
     tokens = np.array([[2, 0, 1, 1, 0, 2, 1]])
     _, cache = model.apply(params, jnp.asarray([[0, 1, 0, 0]], jnp.int32), model.init_cache(1, 16))
     out, _ = model.apply(params, jnp.asarray(tokens, jnp.int32), cache._replace(length=jnp.array([2])), mask=seen)

@@ -128,6 +128,23 @@ def test_faults_that_shipped_elsewhere_are_caught(plan):
     assert distance(RULES["rejection"]._replace(plan=plan), CHAINS["K=2"], law_of_q)[0] > 1e6 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", [n for n, r in RULES.items() if not r.coupled])
+def test_a_row_without_a_law_changes_no_earlier_token(name):
+    """The row after token 0 is NaN: the first token keeps its law under every rule, as in plain decoding."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.2, 0.2])
+    first = np.zeros(3)
+    for x, y in np.ndindex(3, 3):
+        log_p = np.log(np.stack([p, p, p]))
+        log_p[1:] = np.nan if x == 0 else log_p[1:]
+        draft = Draft(jnp.array([x, y], jnp.int32), jnp.asarray(trees.chain(2)), jnp.asarray(np.log(np.stack([q, q]))))
+        plan = RULES[name].plan(draft, jnp.asarray(log_p))
+        accept = np.nan_to_num(np.asarray(plan.accept), nan=0)  # a coin is never below NaN
+        stop = law.stop_law(accept, np.asarray(plan.if_accept), np.asarray(plan.if_reject))
+        first[x] += q[x] * q[y] * stop[1:].sum()
+        first += q[x] * q[y] * stop[0] * np.exp(np.asarray(plan.correction(jnp.int32(0))))
+    np.testing.assert_allclose(first, p, atol=1e-12)
+
+
 def test_worked_round():
     """ "The cat sat on the": q .70 .35 .25 .30 .., p .85 .40 .30 .10 ..; a coin above 1/3 at the fourth token refuses it.
 
@@ -154,7 +171,7 @@ def test_worked_round():
     np.testing.assert_allclose(correction, expected / expected.sum(), atol=1e-12)
     assert correction[3] == 0
     result = verdict(
-        Draft(tokens, jnp.asarray(trees.chain(5))), trees.ancestors(jnp.asarray(trees.chain(5)), 5), row, jnp.array(5), 5
+        Draft(tokens, jnp.asarray(trees.chain(5))), trees.ancestors(jnp.asarray(trees.chain(5))), row, jnp.array(5), 5
     )
     assert int(result.num_accepted) == 3 and result.tokens[:4].tolist() == [0, 1, 2, 5]
     assert int(walk(follow(plan, jnp.array([0.9, 0.9, 0.9, 0.33, 0.0])))) == 5
