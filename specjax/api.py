@@ -6,7 +6,6 @@ so another seed, temperature, prompt or set of drafter weights compiles nothing 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -19,6 +18,7 @@ from specjax.drafters import METHODS
 from specjax.drafters.base import LoadedDrafter, options
 from specjax.metrics import Statistics, cut, statistics
 from specjax.models.load import LM, load
+from specjax.names import unknown
 from specjax.sampling import SamplingParams
 from specjax.text import TextStream
 from specjax.types import ERROR, FINISH_REASONS, RUNNING, STOP, Array, Params, RoundInfo, Rule, State
@@ -86,13 +86,6 @@ def find_rule(name: str) -> Rule:
     if name not in RULES:
         raise ValueError(unknown("rule", name, RULES))
     return RULES[name]
-
-
-def unknown(what: str, name: str, known) -> str:
-    """One line for a name that does not exist."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
-    guess = f"did you mean {near[0]!r}? " if near else ""
-    return f"no {what} {name!r}: {guess}known: {', '.join(known) or 'none'}"
 
 
 def generate(

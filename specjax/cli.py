@@ -20,6 +20,7 @@ from specjax.drafters.base import LoadedDrafter, options
 from specjax.flags import Bench, Demo, Drafting, Generate, Methods, Prompts, Target, parse, settings
 from specjax.models.fetch import cache_dir
 from specjax.models.load import LM, load
+from specjax.names import unknown
 from specjax.prompts import PromptRow, load_prompts, select
 
 Write = Callable[[str], None]
@@ -211,7 +212,7 @@ def check_names(methods: Sequence[str], drafting: Drafting) -> None:
     """Raise ValueError for a method or rule that does not exist, and for a flag that none of the methods takes or one lacks."""
     for name in methods:
         if name not in api.METHODS:
-            raise ValueError(api.unknown("method", name, api.METHODS))
+            raise ValueError(unknown("method", name, api.METHODS))
     if drafting.rule is not None:
         api.find_rule(drafting.rule)
     for flag, value, owner in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, get_type_hints
@@ -12,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from specjax.names import guess
 from specjax.sampling import SamplingParams
 
 
@@ -186,7 +186,7 @@ def parse(arguments: Sequence[str]) -> Any:
       SystemExit: 0, after help was printed.
     """
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise ValueError(f"no command {arguments[0]!r}: {_guess(arguments[0], list(COMMANDS))}there are: {', '.join(COMMANDS)}")
+        raise ValueError(f"no command {arguments[0]!r}: {guess(arguments[0], list(COMMANDS))}there are: {', '.join(COMMANDS)}")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -204,8 +204,8 @@ def parse(arguments: Sequence[str]) -> Any:
         raise ValueError(f"{_one_line(said.getvalue())}: see specjax --help") from None
     if rest:
         name = rest[0].split("=")[0]
-        guess = _guess(name, list(flags(type(command)))) or f"see specjax {arguments[0]} --help"
-        raise ValueError(f"specjax {arguments[0]} has no {name!r}: {guess.strip()}")
+        near = guess(name, flags(type(command))) or f"see specjax {arguments[0]} --help"
+        raise ValueError(f"specjax {arguments[0]} has no {name!r}: {near.strip()}")
     return command
 
 
@@ -224,11 +224,6 @@ def settings(command: Any) -> dict[str, Any]:
     values = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
     parts = [settings(value) if dataclasses.is_dataclass(value) else {name: value} for name, value in values.items()]
     return {name: value for part in parts for name, value in part.items()}
-
-
-def _guess(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _one_line(box: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import itertools
 import json
@@ -10,6 +9,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from specjax.names import unknown
 
 
 class PromptRow(NamedTuple):
@@ -51,9 +52,7 @@ def select(rows: Sequence[PromptRow], *, categories: Sequence[str] = (), limit: 
     known = list(dict.fromkeys(row.category for row in rows))
     for name in categories:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            guess = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"no category {name!r}: {guess}there are: {', '.join(known)}")
+            raise ValueError(unknown("category", name, known))
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: ask for at least 1 prompt")
     groups = [[i for i, row in enumerate(rows) if row.category == name] for name in categories or known]

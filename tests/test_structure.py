@@ -10,7 +10,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
-ALL = HEART | {"api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
+ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
 TOOLS = {"cli", "flags", "console", "demo", "bench", "prompts"}
 MAY_IMPORT = {
     "types": set(),
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "drafters": CORE | {"models.layers"},
     "decode": CORE | {"verify.draw"},
     "engine": CORE | {"decode", "schedule", "metrics", "text"},
+    "names": set(),
     "latency": {"types"},
     "schedule": {"types", "latency"},
     "train": HEART | {"checkpoint", "sharding"},
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "sharding": CORE,
     "checkpoint": CORE,
     "zoo": CORE,
-    "api": HEART | {"zoo", "engine"},
+    "api": HEART | {"names", "zoo", "engine"},
     "__init__": ALL,
     "__main__": {"cli"},
     **{tool: ALL | TOOLS for tool in TOOLS},
