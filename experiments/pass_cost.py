@@ -5,7 +5,7 @@ context, fp32 and bf16 weights): the table that decides every method.  Then the 
 width - 1 arbitrary tokens, for several sampling settings: the difference is what warp, rule, coins and bookkeeping cost.
 
 Command:    python experiments/pass_cost.py
-Run time:   about 5 minutes on 2 cores, mostly compiling.
+Run time:   about 9 minutes on 2 cores, mostly compiling.
 Expected:   width 1 near memory bandwidth (538 MB of fp32 weights a token), a greedy round at most 10 % above its pass.
 """
 

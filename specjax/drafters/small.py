@@ -32,9 +32,6 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
     """
     vocab_size = vocab_size or model.vocab_size
 
-    def law(logits, sampling):
-        return tempered(fit_vocabulary(logits, vocab_size, used or vocab_size), sampling.temperature)
-
     def absorb(params, state, sequences, out, count):
         tokens = take(sequences.tokens, state.length[:, None] + jnp.arange(out.hidden.shape[1])[None])
         _, cache = model.apply(params.drafter, tokens, state)
@@ -46,22 +43,21 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
         out, cache = model.apply(params.drafter, pair, rewind(state, start))
         root = take(out.logits, (sequences.length - 1 - start)[:, None])[:, 0]
 
+        def draw(logits, depth):
+            fitted = fit_vocabulary(logits, vocab_size, used or vocab_size)
+            log_q = tempered(fitted, sequences.sampling.temperature)
+            return pick(log_q, noise(depth)[:, 0]), log_q
+
         def step(carry: tuple[KVCache, Array], depth):
             cache, logits = carry
-            log_q = law(logits, sequences.sampling)
-            token = pick(log_q, noise(depth)[:, 0])
+            token, log_q = draw(logits, depth)
             out, cache = model.apply(params.drafter, token[:, None], cache)
             return (rewind(cache, cache.length + 1), out.logits[:, 0]), (token, log_q)
 
-        def last(carry, depth):
-            log_q = law(carry[1], sequences.sampling)
-            return pick(log_q, noise(depth)[:, 0]), log_q
-
-        carry = (rewind(cache, sequences.length), root)
-        carry, (tokens, laws) = jax.lax.scan(step, carry, jnp.arange(1, num_draft))
-        token, log_q = last(carry, num_draft)
+        (cache, logits), (tokens, laws) = jax.lax.scan(step, (rewind(cache, sequences.length), root), jnp.arange(1, num_draft))
+        token, log_q = draw(logits, num_draft)
         draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, log_q[None], 0))
-        return draft, rewind(carry[0], sequences.length - 1)
+        return draft, rewind(cache, sequences.length - 1)
 
     return Drafter(
         init=lambda params, batch, capacity: model.init_cache(batch, capacity),
