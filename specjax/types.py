@@ -33,6 +33,10 @@ Array = jax.Array
 RUNNING, EOS, LENGTH, STOP, ERROR = range(5)
 """`State.status`: why a row ended, or `RUNNING`."""
 
+CHILDREN = ("point", "iid", "independent", "without_replacement", "sampled_then_top")
+"""How the siblings at one node may have been drawn: not by chance; from one law, each by itself; each by itself from laws
+of their own; one after the other without repeats; one from all but the top K - 1, then those."""
+
 FINISH_REASONS = ("running", "eos", "length", "stop", "error")
 """`FINISH_REASONS[status]` is what a user reads."""
 
@@ -161,7 +165,7 @@ class Drafter(NamedTuple):
     commit: Callable  # (params, state, Output [B,N+1], Verdict) -> state: forget rejected work, take in true features
     num_nodes: int
     depth: int
-    children: str = "point"  # how siblings are drawn: "point" (not drawn), "iid", "without_replacement"
+    children: str = "point"  # how siblings are drawn, one of CHILDREN
     chain: bool = True
     features: tuple[int, ...] = ()  # target layers it wants, known before prefill
     widths: tuple[int, ...] = ()  # shorter verified blocks worth a compilation, when drafts are often short
@@ -175,4 +179,5 @@ class Rule(NamedTuple):
     accepts: tuple[str, ...]  # the kinds of children it is exact for
     coupled: bool = False  # the emitted token is argmax(log_p + the request's noise); the coins are ignored
     chain: bool = False  # only for chains
+    top_down: bool = True  # decides from the root down, so that the ceiling of one position holds at every node it reaches
     lossless: bool = True

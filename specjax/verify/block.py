@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specjax.types import Array, Draft, Plan, Rule
+from specjax.types import CHILDREN, Array, Draft, Plan, Rule
 from specjax.verify import rejection
 from specjax.verify.common import at_tokens, normalised
 
@@ -56,4 +56,4 @@ def kept_mass(p_x: Array, q_x: Array) -> Array:
     return jnp.concatenate([jnp.ones(1, p_x.dtype), kept])
 
 
-block = Rule(plan, accepts=("point", "iid", "without_replacement"), chain=True)
+block = Rule(plan, accepts=CHILDREN, chain=True, top_down=False)

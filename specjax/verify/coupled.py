@@ -7,7 +7,7 @@ schedule, so speculative and plain decoding agree token for token at any tempera
 
 from __future__ import annotations
 
-from specjax.types import Rule
+from specjax.types import CHILDREN, Rule
 from specjax.verify import target_match
 
-coupled = Rule(target_match.plan, accepts=("point", "iid", "without_replacement"), coupled=True)
+coupled = Rule(target_match.plan, accepts=CHILDREN, coupled=True)

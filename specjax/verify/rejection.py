@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.types import Array, Draft, Plan, Rule
+from specjax.types import CHILDREN, Array, Draft, Plan, Rule
 from specjax.verify.common import at_tokens, draft_law, ratio, residual, top_down
 
 
@@ -28,4 +28,4 @@ def plan(draft: Draft, log_p: Array) -> Plan:
     return top_down(draft, accept, correction)
 
 
-rejection = Rule(plan, accepts=("point", "iid", "without_replacement"), chain=True)
+rejection = Rule(plan, accepts=CHILDREN, chain=True)

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from specjax.types import Array, Draft, Plan, Rule
+from specjax import trees
+from specjax.types import CHILDREN, Array, Draft, Plan, Rule
 from specjax.verify.common import at_tokens, normalised, parent_rows, ratio, top_down
 
 
 def plan(draft: Draft, log_p: Array) -> Plan:
     """Draft of one tree, log_p [N+1, V] -> Plan.  A twin of an earlier sibling is never reached."""
-    n = draft.tokens.shape[0]
-    node = jnp.arange(n, dtype=jnp.int32)
     p_x = at_tokens(log_p, parent_rows(draft), draft.tokens)
-    older = (draft.parents[None] == draft.parents[:, None]) & (node[None] < node[:, None])
-    twin = (older & (draft.tokens[None] == draft.tokens[:, None])).any(-1)
-    p_x = jnp.where(twin, 0, p_x)
-    left = 1 - jnp.where(older, p_x[None], 0).sum(-1)  # mass that no earlier sibling has taken
+    p_x = jnp.where(trees.twins(draft.tokens, draft.parents), 0, p_x)
+    left = 1 - jnp.where(trees.older(draft.parents), p_x[None], 0).sum(-1)  # mass that no earlier sibling has taken
 
     def correction(row):
         p = jnp.exp(log_p[row])
@@ -30,4 +27,4 @@ def plan(draft: Draft, log_p: Array) -> Plan:
     return top_down(draft, ratio(p_x, jnp.maximum(left, 0)), correction)
 
 
-target_match = Rule(plan, accepts=("point", "iid", "without_replacement"))
+target_match = Rule(plan, accepts=CHILDREN)

@@ -4,15 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laws import TOLERANCE, V, constant, distance, iid, point, table
 
 from specjax import trees
 from specjax.lossless import law
 from specjax.types import Draft
 from specjax.verify import RULES, rejection
 from specjax.verify.common import at_tokens, ratio, top_down
-
-V = 4
-TOLERANCE = 1e-12
 
 
 @pytest.fixture(autouse=True)
@@ -21,57 +19,18 @@ def float64():
         yield
 
 
-def table(seed, zeros):
-    """A context-dependent law, some entries of it zero."""
-    rows = {}
-
-    def p(prefix):
-        if prefix not in rows:
-            rng = np.random.default_rng([seed, *[x + 1 for x in prefix]])
-            w = rng.dirichlet(np.full(V, 0.6))
-            if zeros and rng.random() < 0.5:
-                w[rng.integers(V)] = 0
-            rows[prefix] = w / w.sum()
-        return rows[prefix]
-
-    return p
-
-
-def sampled(q):
-    return lambda prefix, siblings: q(prefix)
-
-
-def deterministic(q):
-    return lambda prefix, siblings: np.eye(V)[np.argmax(q(prefix))]
-
-
-def distance(rule, parents, q, point=False, p=None):
-    p = p or table(1, zeros=True)
-    parents = np.asarray(parents, np.int32)
-    result = law.exact(rule, parents, p, q, V, point=point)
-    return np.abs(result.joint - law.truth(p, V, result.joint.ndim)).max(), result.accepted
-
-
+LOSSLESS = [n for n, r in RULES.items() if r.lossless and not r.coupled]
 CHAINS = {"K=1": [-1], "K=2": [-1, 0], "K=3": [-1, 0, 1], "short": [-1, 0, -2], "none": [-2, -2]}
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("shape", CHAINS)
-@pytest.mark.parametrize("name", [n for n, r in RULES.items() if not r.coupled])
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_every_rule_keeps_the_law_on_chains(name, shape, zeros):
     q = table(2, zeros)
-    assert distance(RULES[name], CHAINS[shape], sampled(q))[0] < TOLERANCE
-    assert distance(RULES[name], CHAINS[shape], deterministic(q))[0] < TOLERANCE
-    assert distance(RULES[name], CHAINS[shape], deterministic(q), point=True)[0] < TOLERANCE
-
-
-@pytest.mark.parametrize("parents", [[-1, -1, 0, 1], [-1, -1, 0, 0, 1], [-1, -1, 0, -2]])
-def test_target_match_keeps_the_law_on_trees(parents):
-    assert distance(RULES["target_match"], parents, sampled(table(2, True)))[0] < TOLERANCE
-
-
-def constant(*p):
-    return lambda prefix, siblings=(): np.asarray(p, float)
+    assert distance(RULES[name], CHAINS[shape], iid(q))[0] < TOLERANCE
+    assert distance(RULES[name], CHAINS[shape], point(q))[0] < TOLERANCE
+    assert distance(RULES[name], CHAINS[shape], point(q), point=True)[0] < TOLERANCE
 
 
 def test_toy_of_block_verification():
@@ -85,10 +44,10 @@ def test_block_never_accepts_less_and_a_point_mass_makes_them_equal():
     q = table(2, True)
     for seed in range(5):
         p = table(seed + 10, True)
-        token = distance(RULES["rejection"], CHAINS["K=3"], sampled(q), p=p)[1]
-        block = distance(RULES["block"], CHAINS["K=3"], sampled(q), p=p)[1]
+        token = distance(RULES["rejection"], CHAINS["K=3"], iid(q), p=p)[1]
+        block = distance(RULES["block"], CHAINS["K=3"], iid(q), p=p)[1]
         assert block >= token - 1e-12
-        one = [distance(RULES[r], CHAINS["K=3"], deterministic(q), True, p)[1] for r in ("rejection", "block", "target_match")]
+        one = [distance(RULES[r], CHAINS["K=3"], point(q), p=p, point=True)[1] for r in ("rejection", "block", "target_match")]
         assert one == pytest.approx([one[0]] * 3, abs=1e-12)
 
 
@@ -105,7 +64,7 @@ def test_resampling_from_the_target_is_caught():
     result = law.exact(faulty, trees.chain(1), constant(*p), constant(*q), V).joint.sum(1)
     alpha = np.minimum(p, q).sum()
     np.testing.assert_allclose(result, np.minimum(p, q) + (1 - alpha) * p, atol=1e-12)
-    assert distance(faulty, CHAINS["K=2"], sampled(table(2, False)))[0] > 0.01
+    assert distance(faulty, CHAINS["K=2"], iid(table(2, False)))[0] > 0.01
 
 
 def unscaled(draft, log_p):
@@ -124,11 +83,11 @@ def soft_on_point(draft, log_p):
 @pytest.mark.parametrize("plan", [unscaled, soft_on_point])
 def test_faults_that_shipped_elsewhere_are_caught(plan):
     q = table(2, False)
-    law_of_q = deterministic(q) if plan is soft_on_point else sampled(q)
+    law_of_q = point(q) if plan is soft_on_point else iid(q)
     assert distance(RULES["rejection"]._replace(plan=plan), CHAINS["K=2"], law_of_q)[0] > 1e6 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", [n for n, r in RULES.items() if not r.coupled])
+@pytest.mark.parametrize("name", LOSSLESS)
 def test_a_row_without_a_law_changes_no_earlier_token(name):
     """The row after token 0 is NaN: the first token keeps its law under every rule, as in plain decoding."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.2, 0.2])
