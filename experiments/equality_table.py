@@ -49,7 +49,7 @@ def cells():
     """{(drafter, rule): {K: cell}} of the whole product."""
     table = {}
     for name in DRAFTERS:
-        for rule in RULES:
+        for rule in h.fitting(name):
             table[name, rule] = {k: cell(name, rule, k) for k in LENGTHS}
         h.program.cache_clear()
         jax.clear_caches()  # about 80 compiled loops in one process exhaust memory maps

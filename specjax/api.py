@@ -61,8 +61,8 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
       method: a key of METHODS.
       lm: the target.
       num_draft: K, the tokens drafted along one path; bound here, for it is a static shape.
-      **settings: options of the method's own `load`, such as `layers` of early_exit; `model` of small is an LM or what
-        `load` takes.
+      **settings: options of the method's own `load`, such as `layers` of early_exit; `model` of small, and each of `models` of
+        specinfer, is an LM or what `load` takes.
 
     Raises:
       ValueError: an unknown method or option (naming the nearest), num_draft below 1, a drafter that does not fit.
@@ -74,11 +74,18 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
     wrong = [name for name in settings if name not in options(METHODS[method])]
     if wrong:
         raise ValueError(unknown(f"option of {method}", wrong[0], options(METHODS[method])))
-    if isinstance(settings.get("model"), str):
-        settings["model"] = load(settings["model"])
-    if "model" in options(METHODS[method]) and settings.get("model") is None:
-        raise ValueError(f"method {method!r} needs `model`: the path or name of a language model of the target's vocabulary")
-    return METHODS[method].load(lm, num_draft=num_draft, **settings)._replace(rule=METHODS[method].rule)
+    for name in {"model", "models"} & set(options(METHODS[method])):
+        if not settings.get(name):
+            raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
+        settings[name] = _loaded(settings[name])
+    return METHODS[method].load(lm, num_draft=num_draft, **settings)
+
+
+def _loaded(model: str | LM | Sequence[str | LM]) -> LM | tuple[LM, ...]:
+    """A model, or each of several, loaded where only its name was given."""
+    if isinstance(model, str):
+        return load(model)
+    return model if isinstance(model, LM) else tuple(cast(LM, _loaded(one)) for one in model)
 
 
 def find_rule(name: str) -> Rule:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specjax import api, bench, demo, keys, metrics, sampling
 from specjax.console import check_goal, environment, keep_compiled, progress_bar, say, silent, table, word, write, write_json
-from specjax.drafters.base import LoadedDrafter, options
+from specjax.drafters.base import LoadedDrafter, options, parse_options, readable
 from specjax.flags import Bench, Demo, Drafting, Generate, Methods, Prompts, Target, parse, settings
 from specjax.models.fetch import cache_dir
 from specjax.models.load import LM, load
@@ -69,21 +69,15 @@ def run_demo(command: Demo, write: Write) -> dict:
 
 def run_methods(command: Methods, write: Write) -> dict:
     """List methods and rules.  What a method adds to a target is known where it is nothing, or where --model names one."""
-    if command.draft_model is not None and command.model is None:
-        raise ValueError(f"--draft-model {command.draft_model} is counted beside a target: give --model too")
+    if command.draft_model and command.model is None:
+        raise ValueError(f"--draft-model {','.join(command.draft_model)} is counted beside a target: give --model too")
     lm = None if command.model is None else load_target(Target(command.model))
     drafting, items = Drafting(draft_model=command.draft_model), []
     for name, method in api.METHODS.items():
         extra = (0, 0) if method.kind in ("none", "training-free") else (None, None)
-        if lm is not None and (command.draft_model is not None or "model" not in options(method)):
+        if lm is not None and has_models(name, drafting):
             extra = build_drafter(lm, name, 4, drafting).card[1:3]
-        facts = {
-            "method": name,
-            "kind": method.kind,
-            "extra_parameters": extra[0],
-            "extra_bytes": extra[1],
-            "rule": method.rule,
-        }
+        facts = dict(method=name, kind=method.kind, extra_parameters=extra[0], extra_bytes=extra[1], rule=method.rule)
         lossless, known = api.RULES[method.rule].lossless, [*(["num_draft"] if name != "plain" else []), *options(method)]
         items.append({**facts, "lossless": lossless, "options": known, "summary": method.summary})
     rules = [
@@ -109,7 +103,8 @@ def run_generate(command: Generate, write: Write) -> dict:
     sampling.check(params, 0)
     lm = load_target(command.target)
     prompts, chat = as_prompts(lm, rows, asked)
-    loaded, rule = build_drafter(lm, name, num_draft, command.drafting), command.drafting.rule or api.METHODS[name].rule
+    loaded = build_drafter(lm, name, num_draft, command.drafting)
+    rule = command.drafting.rule or loaded.rule
     key = keys.request_keys(jax.random.key(asked.seed), jnp.arange(len(rows)))
     request: dict[str, Any] = dict(max_new_tokens=asked.max_new_tokens, rule=rule, sampling=params, stop=asked.stop)
     done: list[api.Completion] = []
@@ -145,7 +140,7 @@ def run_bench(command: Bench, write: Write) -> dict:
     prompts, chat = as_prompts(lm, rows, asked)
     several = [(name, k) for name in command.methods if name != "plain" for k in command.num_draft]
     loaded = [build_drafter(lm, name, k, drafting) for name, k in several]
-    rules = [drafting.rule or api.METHODS[name].rule for name, _ in several]
+    rules = [drafting.rule or drafter.rule for drafter in loaded]
     contenders = [bench.Contender(n, d, r) for (n, _), d, r in zip(several, loaded, rules, strict=True)]
     work = bench.Work(prompts, jax.random.key(asked.seed), asked.max_new_tokens, params, asked.stop, command.batch_size)
     with progress_bar("run") as progress:
@@ -165,13 +160,8 @@ def bench_table(results: Sequence[bench.Result]) -> str:
         names = [r.contender.method, str(r.contender.loaded.drafter.depth), r.contender.rule, word(r.lossless)]
         rates = " ".join(f"{x:.2f}" for x in r.stats.per_position_acceptance_rate)
         speed = f"{r.speedup.mean:.2f}x [{r.speedup.low:.2f}, {r.speedup.high:.2f}]"
-        yields = [
-            word(r.same_tokens_as_plain),
-            f"{r.stats.mean_acceptance_length:.2f}",
-            rates,
-            f"{r.tokens_per_second:.1f}",
-            speed,
-        ]
+        tau, rate = f"{r.stats.mean_acceptance_length:.2f}", f"{r.tokens_per_second:.1f}"
+        yields = [word(r.same_tokens_as_plain), tau, rates, rate, speed]
         rows.append([*names, *yields, *(f"{ms:.2f}" for ms in (*(r.passes or ()), r.itl_ms))])
     return table(rows)
 
@@ -215,16 +205,33 @@ def check_names(methods: Sequence[str], drafting: Drafting) -> None:
             raise ValueError(unknown("method", name, api.METHODS))
     if drafting.rule is not None:
         api.find_rule(drafting.rule)
-    for flag, value, owner in (
-        ("draft-model", drafting.draft_model, "small"),
-        ("exit-layers", drafting.exit_layers, "early_exit"),
-    ):
-        if value is not None and owner not in methods:
-            raise ValueError(
-                f"--{flag} {value} is of the method {owner}, not of {', '.join(methods)}: leave it out or add {owner}"
-            )
-    if "small" in methods and drafting.draft_model is None:
-        raise ValueError("the method small needs a small model of the target's vocabulary: give --draft-model")
+    models, layers = ",".join(drafting.draft_model), drafting.exit_layers
+    for flag, value, names in (("draft-model", models, {"model", "models"}), ("exit-layers", layers, {"layers"})):
+        owners = [name for name, method in api.METHODS.items() if names & set(options(method))]
+        if value not in ("", None) and not set(owners) & set(methods):
+            who = f"of the method {' or '.join(owners)}, not of {', '.join(methods)}"
+            raise ValueError(f"--{flag} {value} is {who}: leave it out or add {owners[0]}")
+    for name in methods:
+        if not has_models(name, drafting):
+            wanted = "a small model" if "model" in options(api.METHODS[name]) else "small models"
+            given = f"give --draft-model, which names {len(drafting.draft_model)}"
+            raise ValueError(f"the method {name} needs {wanted} of the target's vocabulary: {given}")
+        parse_options(api.METHODS[name], own_options(name, drafting))
+    known = {option for name in methods for option in readable(api.METHODS[name])}
+    for option in drafting.option:
+        if option.partition("=")[0] not in known:
+            raise ValueError(unknown(f"option of {' or '.join(methods)}", option.partition("=")[0], sorted(known)))
+
+
+def has_models(method: str, drafting: Drafting) -> bool:
+    """Whether --draft-model names as many models as a method wants."""
+    known, given = options(api.METHODS[method]), len(drafting.draft_model)
+    return given == 1 if "model" in known else given > 0 if "models" in known else True
+
+
+def own_options(method: str, drafting: Drafting) -> list[str]:
+    """Those of --option that a method takes."""
+    return [option for option in drafting.option if option.partition("=")[0] in readable(api.METHODS[method])]
 
 
 def check_counts(max_new_tokens: int, num_draft: Sequence[int]) -> None:
@@ -243,6 +250,8 @@ def load_target(target: Target) -> LM:
 
 def build_drafter(lm: LM, method: str, num_draft: int, drafting: Drafting) -> LoadedDrafter:
     """A method's drafter with those of the flags that are its own."""
-    given = {"model": drafting.draft_model, "layers": drafting.exit_layers}
-    known = options(api.METHODS[method])
-    return api.load_drafter(method, lm, num_draft=num_draft, **{n: v for n, v in given.items() if n in known and v is not None})
+    models, known = drafting.draft_model, options(api.METHODS[method])
+    flags = {"model": models[0] if models else None, "models": models or None, "layers": drafting.exit_layers}
+    given = {name: value for name, value in flags.items() if name in known and value is not None}
+    given |= parse_options(api.METHODS[method], own_options(method, drafting))
+    return api.load_drafter(method, lm, num_draft=num_draft, **given)

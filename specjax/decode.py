@@ -7,6 +7,7 @@ coins and one place where a row ends.  Nothing here is jitted: the edges (`api.p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -111,18 +112,21 @@ def prefill(params: Params, state: State, *, target: LanguageModel, drafter: Dra
 
 def run(
     params: Params, state: State, num_rounds: Array, *, target: LanguageModel, drafter: Drafter, rule: Rule, max_rounds: int,
-    limit: Callable | None = None,
+    limit: Callable | None = None, probe: Callable | None = None,
 ) -> tuple[State, RoundInfo]:  # fmt: skip
     """Rounds until every row is done or `num_rounds` have run: the whole generation, or a stretch of a stream.
 
-    Returns the state and a RoundInfo of [B, max_rounds] arrays, zero past the last round.
+    Returns the state and a RoundInfo of [B, max_rounds, ...] arrays, zero past the last round.
     """
-    log = RoundInfo(*(jnp.zeros((state.length.shape[0], max_rounds), jnp.int32) for _ in RoundInfo._fields))
+    step = functools.partial(round, target=target, drafter=drafter, rule=rule, limit=limit, probe=probe)
+    counts = [jnp.zeros((state.length.shape[0], max_rounds), jnp.int32)] * 3
+    probed = () if probe is None else jax.eval_shape(lambda p, s: step(p, s)[1].probed, params, state)
+    log = RoundInfo(*counts, jax.tree.map(lambda x: jnp.zeros((x.shape[0], max_rounds, *x.shape[1:]), x.dtype), probed))
 
     def body(carry):
         s, log, i = carry
-        s, info = round(params, s, target=target, drafter=drafter, rule=rule, limit=limit)
-        return s, RoundInfo(*(x.at[:, i].set(y, mode="drop") for x, y in zip(log, info, strict=True))), i + 1
+        s, info = step(params, s)
+        return s, jax.tree.map(lambda x, y: x.at[:, i].set(y, mode="drop"), log, info), i + 1
 
     def more(carry):
         s, _, i = carry
@@ -133,13 +137,17 @@ def run(
 
 
 def round(
-    params: Params, state: State, *, target: LanguageModel, drafter: Drafter, rule: Rule, limit: Callable | None = None
+    params: Params, state: State, *, target: LanguageModel, drafter: Drafter, rule: Rule, limit: Callable | None = None,
+    probe: Callable | None = None,
 ) -> tuple[State, RoundInfo]:  # fmt: skip
     """Propose, verify in one target pass, commit.  Rows that are done are carried along unchanged.
 
     `limit(draft, state) -> [B]` says how many nodes of each row to verify; what it needs lies in `state.schedule`.  Whether
     node i is verified may depend on nodes before it, never on itself or later ones (their tokens, laws or confidences):
     dropping a node because of what was drawn there biases the output.
+
+    `probe(draft, log_p [B,N+1,V], verdict) -> leaves [B, ...]` is an onlooker, for ceilings and tests: what it returns goes
+    into RoundInfo, zero for rows that are done, and into nothing else.  Its verdict may still be cut by an end or a budget.
     """
     live = state.status == RUNNING
     noise = noise_source(state, rule, target.vocab_size)
@@ -147,9 +155,11 @@ def round(
     draft, proposed = drafter.propose(noise, params, state.drafter, sequences)
     allowed = drafter.num_nodes if limit is None else limit(draft, state)
     draft = keep_nodes(draft, jnp.where(live, allowed, 0))
-    out, cache, verdict, sound = verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule)
+    checked = verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule, probe=probe)
+    out, cache, verdict, sound, probed = checked
     kept = freeze(live, drafter.commit(params, proposed, out, verdict), state.drafter)
-    return commit(state._replace(drafter=kept), draft, cache, verdict, sound)
+    after, info = commit(state._replace(drafter=kept), draft, cache, verdict, sound)
+    return after, info._replace(probed=freeze(live, probed, jax.tree.map(jnp.zeros_like, probed)))
 
 
 def noise_source(state: State, rule: Rule, vocab_size: int) -> Callable:
@@ -179,8 +189,8 @@ def keep_nodes(draft: Draft, count: Array) -> Draft:
     return draft._replace(parents=jnp.where(keep, draft.parents, -2))
 
 
-def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
-    """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B, K+1]).
+def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, probe=None):
+    """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B, K+1], probed).
 
     Where the drafter names shorter widths, the narrowest block that holds every live node is run: a pass costs by its
     width, whether or not there was anything to verify.
@@ -190,7 +200,8 @@ def verify(params: Params, state: State, draft: Draft, noise: Callable, *, targe
 
     def block(width: int, cache: KVCache):
         part = jax.tree.map(lambda x: x[:, : width - 1], draft)
-        return verify_block(params, state._replace(cache=cache), part, noise, target=target, drafter=drafter, rule=rule)
+        held = state._replace(cache=cache)
+        return verify_block(params, held, part, noise, target=target, drafter=drafter, rule=rule, probe=probe)
 
     if len(widths) == 1:
         return block(full, state.cache)
@@ -204,7 +215,7 @@ def verify(params: Params, state: State, draft: Draft, noise: Callable, *, targe
     return result
 
 
-def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule):
+def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, probe=None):
     """`verify` for a draft of the width that is run."""
     depth = min(drafter.depth, draft.tokens.shape[1])
     seen = jax.vmap(trees.ancestors)(draft.parents)
@@ -214,7 +225,8 @@ def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *,
     log_p = log_probs(state, draft, seen, out.logits)
     verdict = decide(state, draft, log_p, noise, rule=rule, depth=depth)
     cache = cache if drafter.chain else keep_path(cache, verdict.path)
-    return out, cache, verdict, is_sound(out.logits, log_p, verdict)
+    probed = () if probe is None else probe(draft, log_p, verdict)
+    return out, cache, verdict, is_sound(out.logits, log_p, verdict), probed
 
 
 def log_probs(state: State, draft: Draft, seen: Array, logits: Array) -> Array:

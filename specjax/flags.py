@@ -102,10 +102,12 @@ class Drafting:
 
     rule: str | None = None
     """How drafts are verified; each method has a usual one (see `specjax methods`)."""
-    draft_model: str | None = None
-    """The small model of method small, named like --model."""
+    draft_model: Names = ()
+    """The small model of method small, named like --model; for specinfer, one or several with commas between them."""
     exit_layers: int | None = None
     """Layers of the target that method early_exit drafts with; a quarter of them if not given."""
+    option: Repeated = ()
+    """NAME=VALUE of the method's own options, see `specjax methods`; may be repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +136,8 @@ class Methods:
 
     model: str | None = None
     """A target to count extra parameters for, named as for `generate`."""
-    draft_model: str | None = None
-    """The small model of method small."""
+    draft_model: Names = ()
+    """The small model of method small, or the models of specinfer."""
     output: Output = Output()
 
 

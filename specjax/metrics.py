@@ -35,7 +35,7 @@ def cut(rounds: RoundInfo, kept: int) -> RoundInfo:
     >>> cut(RoundInfo(drafted=[4, 4, 4], accepted=[2, 4, 1], emitted=[3, 5, 2]), 5).emitted.tolist()
     [3, 2]
     """
-    drafted, accepted, emitted = (np.asarray(x) for x in rounds)
+    drafted, accepted, emitted = (np.asarray(x) for x in rounds[:3])
     before = np.cumsum(emitted) - emitted
     used = (emitted > 0) & (before < kept)
     emitted = np.minimum(emitted, kept - before)[used]

@@ -129,6 +129,7 @@ class RoundInfo(NamedTuple):
     drafted: Any  # [B] nodes that existed
     accepted: Any  # [B] drafted tokens that were accepted AND emitted
     emitted: Any  # [B] tokens appended
+    probed: Any = ()  # what a `probe` saw, every leaf [B, ...]
 
 
 class LanguageModel(NamedTuple):

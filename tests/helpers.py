@@ -15,7 +15,9 @@ from specjax import decode, keys, sampling, trees
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
+from specjax.drafters.siblings import SIBLINGS
 from specjax.drafters.small import small
+from specjax.drafters.specinfer import specinfer
 from specjax.models.table import table
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.sampling import SamplingParams
@@ -102,6 +104,7 @@ BUILDERS = {
     "ngram, order 1": lambda k: ngram(num_draft=k, min_order=1),
     "small": lambda k: small(SMALL, num_draft=k),
     "small = target": lambda k: small(TARGET, num_draft=k),
+    "specinfer": lambda k: specinfer((SMALL,), expansion=(2,) + (1,) * (k - 1), siblings=SIBLINGS["without_replacement"]),
     "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
     "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
     "script": lambda k: scripted(k, k),
@@ -116,12 +119,26 @@ def drafter(name, k=3):
 
 
 def drafter_params(name):
-    return {"small": small_params(), "small = target": target_params()}.get(name, ())
+    return {"small": small_params(), "small = target": target_params(), "specinfer": (small_params(),)}.get(name, ())
 
 
 METHODS = ["ngram, order 1", "small", "early_exit, 1 layer"]
 """Every method once; the others are settings of these."""
-PAIRS = [(d, r) for d in METHODS for r in RULES]
+
+
+def fitting(name):
+    """Lossless rules that fit a drafter by name."""
+    return [r for r, rule in RULES.items() if rule.lossless and fits(drafter(name), rule)]
+
+
+def fits(drafter, rule):
+    """Whether decoding can be built of the two."""
+    return drafter.children in rule.accepts and (drafter.chain or not rule.chain)
+
+
+CHAIN_RULES = [r for r, rule in RULES.items() if rule.lossless and "iid" in rule.accepts]
+"""Lossless rules for a chain of sampled tokens."""
+PAIRS = [(d, r) for d in METHODS for r in fitting(d)]
 PAIRS += [("ngram", "rejection"), ("small = target", "block"), ("early_exit, all layers", "rejection")]
 
 
@@ -176,7 +193,7 @@ def generate(
     length, out = np.asarray(state.length), np.asarray(state.tokens)
     reasons = [FINISH_REASONS[i] for i in np.asarray(state.status)]
     new_tokens = [out[row, lengths[row] : length[row]].tolist() for row in range(batch)]
-    return Result(new_tokens, reasons, *(np.asarray(x) for x in log), state)
+    return Result(new_tokens, reasons, *(np.asarray(x) for x in log[:3]), state)
 
 
 def run(name, rule, prompts=PROMPTS, *, k=3, **settings):

@@ -3,8 +3,6 @@
 Targets are tables over characters: a is followed by b, b by c, and so on, unless told otherwise.
 """
 
-import itertools
-
 import helpers as h
 import jax
 import jax.numpy as jnp
@@ -356,5 +354,6 @@ def test_what_does_not_belong_together_is_refused():
 
 
 def test_every_rule_of_the_face_runs():
-    for rule, drafter in itertools.product(specjax.RULES, (None, small(ALPHABETICAL))):
+    pairs = [*((None, r) for r in specjax.RULES), *((small(ALPHABETICAL), r) for r in h.CHAIN_RULES)]
+    for drafter, rule in pairs:
         assert specjax.generate(ALPHABETICAL, drafter, ["abc"], key=KEY, max_new_tokens=3, rule=rule)[0].text == "def"

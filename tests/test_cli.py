@@ -1,6 +1,7 @@
 """The command line, in process, on a tiny random model: what goes where, and one line with exit status 2 for bad input."""
 
 import json
+import re
 
 import jax
 import pytest
@@ -9,6 +10,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from specjax import METHODS, RULES, cli, load_drafter
 from specjax.api import generate
+from specjax.drafters.base import Method, parse_options
+from specjax.drafters.siblings import SIBLINGS
 from specjax.flags import COMMANDS, flags, parse, settings
 from specjax.models import load as loading
 from specjax.models.load import load
@@ -114,6 +117,41 @@ def test_stop_strings_and_methods_with_options(capsys, model):
     assert len(set(penalised["prompts"][0]["tokens"])) > len(set(plain["tokens"]))
 
 
+def test_options_reach_the_methods_that_take_them(capsys, model):
+    """A tree of two models by --option; of two methods side by side each is given what it takes."""
+    tree = ["--draft-model", f"{model},{model}", "--option", "expansion=2,1", "--option", "children=point", "--num-draft", 2]
+    common = [LOOP, "--model", model, "--raw", "--max-new-tokens", 6, "--json", "-"]
+    status, out, _ = run(capsys, "bench", *common, "--methods", "specinfer,ngram", "--option", "min_order=1", *tree)
+    both = json.loads(out)
+    specinfer, ngram = both["methods"][1:]
+    assert status == 0 and specinfer["same_tokens_as_plain"] is ngram["same_tokens_as_plain"] is True
+    assert (specinfer["rule"], ngram["rule"]) == ("target_match", "rejection") and specinfer["num_draft"] == 2
+    assert specinfer["mean_acceptance_length"] == 3  # the models are the target: every path is right
+    assert both["summary"]["settings"]["option"] == ["min_order=1", "expansion=2,1", "children=point"]
+    message = fails(capsys, "generate", *common[:4], "--method", "specinfer", *tree, "--option", "children=iiid")
+    assert message == "no way to draw children 'iiid': did you mean 'iid'? known: " + ", ".join(SIBLINGS)
+
+
+def test_values_of_options_have_the_types_of_their_loader():
+    def load(
+        lm, *, num_draft, model, n: int, x: float | None = None, on: bool = True, sizes: tuple[int, ...] = (), text: str = ""
+    ):
+        pass
+
+    read = lambda *words: parse_options(Method(load, "none", "rejection", ""), words)
+    assert read("n=-3", "x=1e-2", "on=false", "sizes=1,2", "text=a=b") == dict(n=-3, x=0.01, on=False, sizes=(1, 2), text="a=b")
+    assert read("sizes=4", "text=") == {"sizes": (4,), "text": ""}
+    for word, message in (
+        ("n=1.5", "'n=1.5': n is a whole number"),
+        ("on=yes", "on is true or false"),
+        ("sizes=1,", "sizes is whole numbers with commas"),
+        ("nn=1", "no option 'nn': did you mean 'n'"),
+        ("model=x", "no option 'model'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(word)
+
+
 def test_bench(capsys, model):
     """Every method with every K, plain first; the sampling parameters in force are written (case M07)."""
     flags = ["--methods", "plain,ngram", "--num-draft", "2,3", "--rule", "coupled", "--temperature", 0.7, "--raw"]
@@ -183,7 +221,16 @@ BAD = {
     "limit": (["bench", "--limit", "0"], "limit=0"),
     "category": (["bench", "--categories", "cpoy"], "no category 'cpoy': did you mean 'copy'"),
     "small without model": (["generate", "w5", "--method", "small"], "give --draft-model"),
-    "draft model of none": (["generate", "w5", "--draft-model", "x"], "--draft-model x is of the method small, not of ngram"),
+    "draft model of none": (
+        ["generate", "w5", "--draft-model", "x"],
+        "--draft-model x is of the method small or specinfer, not",
+    ),
+    "specinfer without model": (["bench", "--methods", "specinfer"], "specinfer needs small models"),
+    "two small models": (["generate", "w5", "--method", "small", "--draft-model", "x,y"], "--draft-model, which names 2"),
+    "option": (["generate", "w5", "--option", "min_oder=1"], "no option of ngram 'min_oder': did you mean 'min_order'"),
+    "option of none": (["bench", "--option", "children=iid"], "no option of ngram 'children': known: max_order, min_order"),
+    "option without value": (["generate", "w5", "--option", "min_order"], "'min_order': min_order is a whole number"),
+    "value of an option": (["generate", "w5", "--option", "min_order=two"], "'min_order=two': min_order is a whole number"),
     "layers of none": (["bench", "--exit-layers", "2"], "--exit-layers 2 is of the method early_exit"),
     "two ways": (["generate", "w5", "--chat", "--raw"], "--chat and --raw"),
     "json": (["methods", "--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json cannot be written"),

@@ -89,7 +89,7 @@ def test_the_whole_product_equals_plain(monkeypatch):
     marks = lambda text: re.sub(r"\d+/\d+", "", text).strip()
     golden = (root / "tests" / "golden" / "equality_table.md").read_text()
     assert marks(table.markdown(table.cells())) == marks(golden) and "NO" not in golden
-    assert len(golden.splitlines()) == 2 + len(table.DRAFTERS) * len(RULES)
+    assert len(golden.splitlines()) == 2 + sum(len(h.fitting(name)) for name in table.DRAFTERS)
 
 
 # Forced acceptance counts.
@@ -115,7 +115,11 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [*(("script", r) for r in RULES), ("script, soft", "rejection"), ("script, soft", "block")]
+    ("name", "rule"),
+    [
+        *(("script", r) for r in h.fitting("script")),
+        *(("script, soft", r) for r in ("rejection", "block", "traversal", "k_seq")),
+    ],
 )
 def test_forced_counts(name, rule):
     """Every acceptance count from 0 to K follows every other, in rows side by side; `soft` is case S05."""
@@ -163,7 +167,7 @@ def expected_walk(parents, wrong):
 BINARY = [-1, -1, 0, 0, 1, 1, 4]
 
 
-@pytest.mark.parametrize("rule", ["target_match", "coupled"])
+@pytest.mark.parametrize("rule", h.fitting("script, tree"))
 def test_forced_trees(rule):
     """A binary tree with the right path in every leaf, and random trees; accepted nodes rarely lie side by side."""
     for seed in range(4):
@@ -323,7 +327,7 @@ def test_S05_temperature_0_is_not_soft():
     p, q = np.array([0.3, 0.5, 0.1, 0.1], np.float32), np.array([0.2, 0.2, 0.1, 0.1], np.float32)
     model = h.table_model(4)
     params = Params(jnp.log(jnp.tile(jnp.asarray(p)[None], (5, 1))), jnp.log(jnp.tile(jnp.asarray(q)[None], (5, 1))))
-    for rule in RULES:
+    for rule in h.CHAIN_RULES:
         result = h.generate(table_drafter(4), rule, [[2]], target=model, params=params, longest=8, new=6)
         assert result.tokens == [[1] * 6] and result.accepted.sum() == 0 and result.drafted[0, 0] == 2
 
@@ -335,7 +339,7 @@ def table_drafter(vocab_size, k=2):
 TABLE_DRAFTERS = {}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", h.CHAIN_RULES)
 def test_S09_the_first_draft_is_verified_too(rule):
     """Prompt 1 1 1: the n-gram drafter proposes 1; the target's argmax is 2."""
     params = Params(h.successor_table({1: 2, 2: 2}, 4), ())
@@ -481,7 +485,7 @@ def three_tokens(rule):
     return np.asarray(result.tokens), law, result
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", h.CHAIN_RULES)
 def test_the_law_of_three_tokens(rule):
     """Joint chi-square of 64 cells at 100k rows, alpha 1e-6.
 

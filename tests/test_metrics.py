@@ -42,7 +42,7 @@ def test_statistics_by_hand():
 )
 def test_cut(kept, drafted, accepted, emitted):
     got = metrics.cut(LOG, kept)
-    assert [x.tolist() for x in got] == [drafted, accepted, emitted]
+    assert [x.tolist() for x in got[:3]] == [drafted, accepted, emitted]
     assert got.emitted.sum() == kept
 
 

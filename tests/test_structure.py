@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "text": set(),
     "models": CORE | {"text"},
     "verify": CORE,
-    "drafters": CORE | {"models.layers"},
+    "drafters": CORE | {"models.layers", "names"},
     "decode": CORE | {"verify.draw"},
     "engine": CORE | {"decode", "schedule", "metrics", "text"},
     "names": set(),

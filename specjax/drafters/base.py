@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 
+from specjax.names import unknown
 from specjax.types import Drafter
 
 KINDS = ("none", "training-free", "same family", "trained with the target", "trained after it")
@@ -28,7 +30,7 @@ class LoadedDrafter(NamedTuple):
     drafter: Drafter
     params: Any
     card: Card
-    rule: str = "rejection"  # the rule it is usually run with
+    rule: str = "rejection"  # the rule it is usually run with; a method's own where its options do not change it
 
 
 class Method(NamedTuple):
@@ -50,3 +52,45 @@ def options(method: Method) -> tuple[str, ...]:
     """Names of the options that a method's loader takes beside `num_draft`."""
     parameters = inspect.signature(method.load).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_draft")
+
+
+READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    str: (str, "text"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    tuple[int, ...]: (lambda text: tuple(int(x) for x in text.split(",")), "whole numbers with commas between them"),
+}
+"""How an option's text is read by the type that its loader names."""
+
+
+def readable(method: Method) -> dict[str, Any]:
+    """Those of a method's options that can be written as text, with their types; `| None` is left out."""
+    hints = get_type_hints(method.load)
+    plain = {name: _without_none(hints[name]) for name in options(method) if name in hints}
+    return {name: hint for name, hint in plain.items() if hint in READERS}
+
+
+def parse_options(method: Method, words: Sequence[str]) -> dict[str, Any]:
+    """Values of a method's own options from words NAME=VALUE.
+
+    Raises:
+      ValueError: no such option (naming the nearest), or a value of another type.
+    """
+    known, values = readable(method), {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in known:
+            raise ValueError(unknown("option", name, known))
+        read, wanted = READERS[known[name]]
+        try:
+            values[name] = read(text if equals else "")
+        except (ValueError, KeyError):
+            raise ValueError(f"option {word!r}: {name} is {wanted}, write {name}=VALUE") from None
+    return values
+
+
+def _without_none(hint: Any) -> Any:
+    """X of X | None."""
+    kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+    return kinds[0] if get_origin(hint) is types.UnionType and len(kinds) == 1 else hint

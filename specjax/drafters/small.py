@@ -15,7 +15,7 @@ from specjax import trees
 from specjax.cache import rewind, take
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.sampling import first_argmax, tempered
-from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel
+from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Output, Sequences
 
 
 @functools.cache  # the same drafter for the same arguments: a rebuilt closure would recompile
@@ -33,15 +33,10 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
     vocab_size = vocab_size or model.vocab_size
 
     def absorb(params, state, sequences, out, count):
-        tokens = take(sequences.tokens, state.length[:, None] + jnp.arange(out.hidden.shape[1])[None])
-        _, cache = model.apply(params.drafter, tokens, state)
-        return rewind(cache, state.length + count)
+        return absorb_chunk(model, params.drafter, state, sequences, out, count)
 
     def propose(noise, params, state, sequences):
-        start = jnp.maximum(sequences.length - 2, 0)
-        pair = take(sequences.tokens, start[:, None] + jnp.arange(2)[None])
-        out, cache = model.apply(params.drafter, pair, rewind(state, start))
-        root = take(out.logits, (sequences.length - 1 - start)[:, None])[:, 0]
+        root, cache = catch_up(model, params.drafter, state, sequences, 2)
 
         def draw(logits, depth):
             fitted = fit_vocabulary(logits, vocab_size, used or vocab_size)
@@ -54,7 +49,7 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
             out, cache = model.apply(params.drafter, token[:, None], cache)
             return (rewind(cache, cache.length + 1), out.logits[:, 0]), (token, log_q)
 
-        (cache, logits), (tokens, laws) = jax.lax.scan(step, (rewind(cache, sequences.length), root), jnp.arange(1, num_draft))
+        (cache, logits), (tokens, laws) = jax.lax.scan(step, (cache, root), jnp.arange(1, num_draft))
         token, log_q = draw(logits, num_draft)
         draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, log_q[None], 0))
         return draft, rewind(cache, sequences.length - 1)
@@ -69,6 +64,29 @@ def small(model: LanguageModel, *, num_draft: int, vocab_size: int | None = None
         children="iid",
         vocab_size=vocab_size,
     )
+
+
+def absorb_chunk(
+    model: LanguageModel, params, cache: KVCache, sequences: Sequences, out: Output, count: Array
+) -> KVCache:  # fmt: skip
+    """The cache of a drafting model once it has run the chunk of prompt that the target just ran, `count` [B] tokens of it."""
+    tokens = take(sequences.tokens, cache.length[:, None] + jnp.arange(out.hidden.shape[1])[None])
+    _, after = model.apply(params, tokens, cache)
+    return rewind(after, cache.length + count)
+
+
+def catch_up(
+    model: LanguageModel, params, cache: KVCache, sequences: Sequences, width: int
+) -> tuple[Array, KVCache]:  # fmt: skip
+    """Run the last `width` tokens of the text: logits [B, V'] of what follows it, and a cache that holds all of it.
+
+    What the cache holds there is written anew, so that it may be wrong or missing: a rejected draft, or one never run.
+    """
+    start = jnp.maximum(sequences.length - width, 0)
+    window = take(sequences.tokens, start[:, None] + jnp.arange(width)[None])
+    out, cache = model.apply(params, window, rewind(cache, start))
+    root = take(out.logits, (sequences.length - 1 - start)[:, None])[:, 0]
+    return root, rewind(cache, sequences.length)
 
 
 def fit_vocabulary(logits: Array, size: int, used: int) -> Array:

@@ -10,4 +10,4 @@ from __future__ import annotations
 from specjax.types import Rule
 from specjax.verify import recursive
 
-greedy_multi_draft = Rule(recursive.plan, accepts=("sampled_then_top",))
+greedy_multi_draft = Rule(recursive.plan, accepts=("point", "sampled_then_top"))

@@ -60,4 +60,4 @@ def solve(p: Array, q: Array, k: Array) -> Array:
     return jax.lax.fori_loop(0, steps, halve, (one, jnp.maximum(k, one)))[1]
 
 
-k_seq = Rule(plan, accepts=("iid",))
+k_seq = Rule(plan, accepts=("point", "iid"))
