@@ -132,7 +132,8 @@ def split(lm: LM, work: Work) -> list[Work]:
     return [work._replace(prompts=ids[part], key=own[part]) for part in parts]
 
 
-def _prepare(lm: LM, contender: Contender, batch: Work):
+def prepare(lm: LM, contender: Contender, batch: Work) -> api.Session:
+    """A session in which the batch's prompts have been read and nothing is generated yet."""
     options = dict(key=batch.key, max_new_tokens=batch.max_new_tokens, params=batch.sampling, stop=batch.stop)
     return api.begin(lm, contender.loaded, batch.prompts, rule=contender.rule, **options)
 
@@ -140,7 +141,7 @@ def _prepare(lm: LM, contender: Contender, batch: Work):
 def _measure(lm: LM, contender: Contender, batch: Work) -> tuple[Sample, tuple[int, int]]:
     """One call, timed, and the shape it compiled for: (batch, capacity)."""
     begin = perf_counter()
-    session = _prepare(lm, contender, batch)
+    session = prepare(lm, contender, batch)
     jax.block_until_ready(session.state[0].cache)
     middle = perf_counter()
     for _ in api.advance(session, api.STOP_STRIDE if batch.stop else session.capacity):
@@ -192,7 +193,7 @@ def same_tokens(plain: Sequence[Sample], samples: Sequence[Sample]) -> bool:
 def pass_times(lm: LM, contender: Contender, work: Work) -> PassTimes:
     """Time the two parts of a round, on the state that decoding the first batch is in about halfway."""
     drafter = contender.loaded.drafter
-    session = _prepare(lm, contender, split(lm, work)[0])
+    session = prepare(lm, contender, split(lm, work)[0])
     next(api.advance(session, max(1, work.max_new_tokens // 2 // (drafter.depth + 1))))
     state, static = session.state[0], dict(target=lm.model, drafter=drafter)
     held = (session.params, state._replace(drafter=()))

@@ -253,6 +253,16 @@ def chain_script(right, count, k=3, prompts=MIXED, result=None):
     return Script(truth(prompts, result or reference()), jnp.asarray((node >= right).astype(np.int32)), jnp.asarray(parents))
 
 
+# Medusa's tree of 63 nodes (mc_sim_7b_63), a word a path: its candidates' ranks.
+MEDUSA_63 = [
+    tuple(map(int, path))
+    for path in """
+    0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 011 006
+    030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
+    """.split()
+]
+
+
 # Tables: a target whose every law is known.
 
 

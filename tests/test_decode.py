@@ -5,6 +5,7 @@ tiny transformer with a sliding window and grouped queries.  The whole product o
 as tests/golden/equality_table.md (made by experiments/equality_table.py).
 """
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -184,6 +185,35 @@ def test_forced_trees(rule):
         )
         assert_counts(result, right, range(10) if RULES[rule].coupled else range(5))
         assert set(np.unique(right)) == {0, 1, 2, 3}
+
+
+WIDE_TREES = {
+    "k-ary": trees.k_ary([3, 2, 2]),
+    "Medusa-63": trees.from_paths(h.MEDUSA_63).parents,
+    "three chains": trees.from_paths([(r,) * (d + 1) for d in range(5) for r in (0, 1, 2)][:13]).parents,
+}
+
+
+@functools.cache
+def wide(name):
+    parents = WIDE_TREES[name]
+    depth = int(np.asarray(trees.ancestors(jnp.asarray(parents))).sum(1).max()) - 1
+    return h.scripted(len(parents), depth, chain=False)
+
+
+@pytest.mark.parametrize("rule", ["target_match", "coupled"])
+@pytest.mark.parametrize("name", WIDE_TREES)
+def test_wide_trees(name, rule):
+    """One child in four is right, so that right paths of every length stand anywhere among up to 63 nodes."""
+    parents = np.tile(WIDE_TREES[name], (10, ROUNDS, 1))
+    wrong = np.random.default_rng(1).integers(0, 4, parents.shape)
+    script = h.Script(h.truth(MIXED, reference()), jnp.asarray(wrong, jnp.int32), jnp.asarray(parents, jnp.int32))
+    params = Params(h.target_params(), script)
+    result = h.generate(wide(name), rule, MIXED, params=params, temperature=h.MIXED_HEAT, longest=23 + h.NEW)
+    assert_equal_to_plain(result, rule)
+    right = np.array([[expected_walk(p, w) for p, w in zip(*row, strict=True)] for row in zip(parents, wrong, strict=True)])
+    assert_counts(result, right, range(10) if RULES[rule].coupled else range(5))
+    assert right.max() >= 3
 
 
 # What is cached.

@@ -11,7 +11,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
-TOOLS = {"cli", "flags", "console", "demo", "bench", "prompts"}
+TOOLS = {"cli", "flags", "console", "demo", "bench", "ceilings", "prompts"}
 MAY_IMPORT = {
     "types": set(),
     **{room: {"types"} for room in CORE - {"types"}},

@@ -170,7 +170,9 @@ def ceiling(
         later = jnp.zeros(log_p.shape[-1], bool).at[draft.tokens].max(child & (node != first))
         q = jnp.exp(log_q[first].astype(log_p.dtype))
         below = Children(jnp.exp(log_p[row]), q, child.sum(dtype=jnp.int32), later)
-        return jnp.where(child.any(), bound(below, len(node) if most is None else most), 0)
+        allowed = bound(below, len(node) if most is None else most)
+        certain = jnp.where(later.at[draft.tokens[first]].set(True), below.p, 0).sum()  # at temperature 0 no child is drawn
+        return jnp.where(child.any(), jnp.where(q.max() >= 1, certain, allowed), 0)
 
     reached = jnp.arange(verdict.path.shape[0], dtype=jnp.int32) <= verdict.num_accepted
     return jnp.where(reached, jax.lax.map(at, verdict.path), 0).sum()
