@@ -12,6 +12,7 @@
        │ sampling.warp(logits) ─► log_p        (the ONE function that defines p) │  all in one lax.while_loop,
        │ rule.plan(draft, log_p) ─► Plan       (deterministic: probabilities)    │  no host sync
        │ draw(keys, plan) ─► Verdict           (the only coins)                  │
+       │ probe (optional) looks on: ceilings, tests                              │
        │ commit: append tokens, keep the accepted path, drafter.commit           │
        └───────────────────┬─────────────────────────────────────────────────────┘
                            ▼                          RoundInfo ─► metrics

@@ -66,11 +66,12 @@ def draw_point(logits: Array, temperature: Array, noise: Callable, depth: int, c
 
 def draw_sampled_then_top(logits: Array, temperature: Array, noise: Callable, depth: int, count: int):
     """One child from q without its `count - 1` most probable tokens, then these, the largest first."""
-    tops, there = top(logits, jnp.isfinite(logits.max(-1)), count - 1)
+    sound = jnp.isfinite(logits.max(-1))  # looked at before the top is taken out: a NaN could leave with it
+    tops, there = top(logits, sound, count - 1)
     rest = tempered(without(logits, tops), temperature)
     first = pick(rest, noise(depth, logits.shape[1]).astype(rest.dtype))
     points = one_hot_log(tops, jnp.broadcast_to(rest[:, :, None], (*tops.shape, rest.shape[-1])))
-    exists = jnp.concatenate([jnp.isfinite(rest.max(-1))[..., None], there], -1)
+    exists = jnp.concatenate([(sound & jnp.isfinite(rest.max(-1)))[..., None], there], -1)
     return jnp.concatenate([first[..., None], tops], -1), jnp.concatenate([rest[:, :, None], points], 2), exists
 
 

@@ -70,7 +70,7 @@ def absorb_chunk(
     model: LanguageModel, params, cache: KVCache, sequences: Sequences, out: Output, count: Array
 ) -> KVCache:  # fmt: skip
     """The cache of a drafting model once it has run the chunk of prompt that the target just ran, `count` [B] tokens of it."""
-    tokens = take(sequences.tokens, cache.length[:, None] + jnp.arange(out.hidden.shape[1])[None])
+    tokens = take(sequences.tokens, cache.length[:, None] + jnp.arange(out.hidden.shape[1], dtype=jnp.int32)[None])
     _, after = model.apply(params, tokens, cache)
     return rewind(after, cache.length + count)
 
@@ -83,7 +83,7 @@ def catch_up(
     What the cache holds there is written anew, so that it may be wrong or missing: a rejected draft, or one never run.
     """
     start = jnp.maximum(sequences.length - width, 0)
-    window = take(sequences.tokens, start[:, None] + jnp.arange(width)[None])
+    window = take(sequences.tokens, start[:, None] + jnp.arange(width, dtype=jnp.int32)[None])
     out, cache = model.apply(params, window, rewind(cache, start))
     root = take(out.logits, (sequences.length - 1 - start)[:, None])[:, 0]
     return root, rewind(cache, sequences.length)
