@@ -170,6 +170,8 @@ class Bench:
     """Values of K; each method runs with each."""
     batch_size: int = 1
     """Prompts decoded together."""
+    ceiling: Switch = False
+    """Decode once more and hold acceptance against what no lossless rule could exceed; slow."""
     target: Target = Target()
     asked: Prompts = Prompts()
     drafting: Drafting = Drafting()

@@ -8,8 +8,9 @@ import pytest
 import tiny_model
 from jax.experimental.compilation_cache import compilation_cache
 
-from specjax import METHODS, RULES, cli, load_drafter
+from specjax import METHODS, RULES, SamplingParams, cli, demo, load_drafter
 from specjax.api import generate
+from specjax.commands import common
 from specjax.drafters.base import Method, parse_options
 from specjax.drafters.siblings import SIBLINGS
 from specjax.flags import COMMANDS, flags, parse, settings
@@ -59,7 +60,7 @@ def test_generate(capsys, tmp_path, model):
     status, out, err = run(capsys, "generate", LOOP, "w8", "--raw", "--json", goal, *flags)
     assert status == 0 and "[0]" in err and "mean acceptance length" in err
     lm = load(model)
-    law = cli.sampling.SamplingParams(temperature=0.8, top_p=0.9)
+    law = SamplingParams(temperature=0.8, top_p=0.9)
     options = dict(key=jax.random.key(5), max_new_tokens=20, sampling=law, rule="rejection")
     expected = generate(lm, load_drafter("ngram", lm, num_draft=3), [LOOP, "w8"], **options)
     assert out == "".join(c.text + "\n" for c in expected)
@@ -174,6 +175,16 @@ def test_bench(capsys, model):
     assert "same tokens?" in err and err.count("ngram") >= 2
 
 
+def test_bench_ceiling(capsys, model):
+    """Acceptance beside its ceiling, in the table and in the file."""
+    flags = ["--methods", "ngram", "--option", "min_order=1", "--raw", "--ceiling"]
+    status, out, err = run(capsys, "bench", LOOP, "--model", model, "--max-new-tokens", 16, *flags, "--json", "-")
+    plain, ngram = json.loads(out)["methods"]
+    assert status == 0 and "accepted a round" in err and "a bug" not in err
+    held = ngram["ceiling"]
+    assert "ceiling" not in plain and held["accepted"] == pytest.approx(held["ceiling"]) and held["rounds"] > 0  # greedy
+
+
 def test_methods(capsys, model):
     status, out, err = run(capsys, "methods", "--json", "-")
     written = json.loads(out)
@@ -189,8 +200,8 @@ def test_methods(capsys, model):
 
 
 def test_demo(capsys, model, monkeypatch):
-    rows = (cli.demo.PromptRow("loop", "copy", (LOOP,)), cli.demo.PromptRow("one", "chat", ("w8",)))
-    monkeypatch.setattr(cli.demo, "PROMPTS", rows)
+    rows = (demo.PromptRow("loop", "copy", (LOOP,)), demo.PromptRow("one", "chat", ("w8",)))
+    monkeypatch.setattr(demo, "PROMPTS", rows)
     status, out, err = run(capsys, "demo", "--model", model, "--max-new-tokens", 16, "--num-draft", 2)
     assert status == 0 and f"> {LOOP}" in out and "speed-up" in err
     lines = {line.split()[0]: line.split() for line in err.splitlines() if line.startswith(("loop", "one", "all"))}
@@ -243,7 +254,7 @@ BAD = {
 def test_bad_input_is_found_before_anything_is_loaded(capsys, monkeypatch, name):
     arguments, message = BAD[name]
     if name != "model":
-        monkeypatch.setattr(cli, "load", lambda *a, **k: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(common, "load", lambda *a, **k: pytest.fail("a model was loaded"))
     assert message in fails(capsys, *arguments)
 
 

@@ -11,15 +11,15 @@ FILES = sorted(ROOT.rglob("*.py"))
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
-TOOLS = {"cli", "flags", "console", "demo", "bench", "ceilings", "prompts"}
+TOOLS = {"cli", "commands", "flags", "console", "demo", "bench", "ceilings", "prompts"}
 MAY_IMPORT = {
     "types": set(),
     **{room: {"types"} for room in CORE - {"types"}},
     "metrics": CORE,
     "text": set(),
-    "models": CORE | {"text"},
+    "models": CORE | {"text", "zoo"},
     "verify": CORE,
-    "drafters": CORE | {"models.layers", "names"},
+    "drafters": CORE | {"models.layers", "names", "train.losses"},
     "decode": CORE | {"verify.draw"},
     "engine": CORE | {"decode", "schedule", "metrics", "text"},
     "names": set(),
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "lossless": HEART,
     "sharding": CORE,
     "checkpoint": CORE,
-    "zoo": CORE,
+    "zoo": set(),
     "api": HEART | {"names", "zoo", "engine"},
     "__init__": ALL,
     "__main__": {"cli"},

@@ -1,0 +1,13 @@
+"""The subcommands of `specjax`: one file each, a `run(flags, write) -> what --json says`."""
+
+from collections.abc import Callable
+
+from specjax import flags
+from specjax.commands import bench, demo, generate, methods
+
+RUN: dict[type, Callable] = {
+    flags.Demo: demo.run,
+    flags.Methods: methods.run,
+    flags.Generate: generate.run,
+    flags.Bench: bench.run,
+}
