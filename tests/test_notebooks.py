@@ -50,3 +50,19 @@ def test_quickstart(tmp_path):
     text, _ = printed(run(NOTEBOOKS[0], tmp_path, MAX_NEW_TOKENS=16, NUM_PROMPTS=1))
     chat, copy = (float(text.split(f"{kind}: tau ")[1].split(",")[0]) for kind in ("chat", "copy"))
     assert 1 <= chat < copy
+
+
+def test_verification(tmp_path):
+    """Every cell runs with its own assertions; the known fractions, the wrong q and all five drawings are shown."""
+    text, outputs = printed(run(NOTEBOOKS[1], tmp_path, MOST=3, LONGEST=3, SEEDS=2))
+    assert "two tokens: 10/9 token by token, 11/9 as a block" in text and "told the point mass: off by at most" in text
+    assert "2 x 1: recursive " in text and sum("image/png" in output.get("data", {}) for output in outputs) == 5
+
+
+def test_losslessness(tmp_path):
+    """The famous fault is what was derived; a small sample cannot tell, a large one can; every fault shown is found."""
+    sizes = dict(DRAWS=(100, 3000), FAULTS=("argmax draft, softmax q",), ROWS=2048)
+    text, outputs = printed(run(NOTEBOOKS[2], tmp_path, **sizes))
+    assert "by hand [0.667 0.333]" in text and "inconclusive" in text and "told the softmax : fail" in text
+    assert "found by " in text and "nobody" not in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax import trees
@@ -49,6 +51,23 @@ def draft_law(draft: Draft, node: Array, like: Array) -> Array:
 def parent_rows(draft: Draft) -> Array:
     """Block row [N] of each node's parent (row 0 for an absent node)."""
     return jnp.maximum(draft.parents, -1) + 1
+
+
+def siblings_together(draft: Draft) -> tuple[Array, Array]:
+    """Nodes in an order [N] with siblings side by side, as they were drawn, after their parents; and [N] bool: a first one.
+
+    A rule that takes them in this order needs one residual [V] at a time, not one for every row.  Absent nodes come last.
+    """
+    rows = jnp.where(draft.parents >= -1, draft.parents, draft.parents.shape[0])
+    order = jnp.argsort(rows, stable=True).astype(jnp.int32)
+    return order, jnp.append(True, jnp.diff(rows[order]) > 0)
+
+
+def past_children(draft: Draft, row: Array, start: Any, refuse: Callable) -> Any:
+    """`start`, carried by refuse(carry, node) past each child of `row`."""
+    first, sibling = trees.links(draft.parents)
+    n = draft.tokens.shape[0]
+    return jax.lax.while_loop(lambda c: c[1] < n, lambda c: (refuse(c[0], c[1]), sibling[c[1]]), (start, first[row]))[0]
 
 
 def top_down(draft: Draft, accept: Array, correction: Callable) -> Plan:

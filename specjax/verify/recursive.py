@@ -13,25 +13,27 @@ import jax.numpy as jnp
 
 from specjax.types import CHILDREN, Array, Draft, Plan, Rule
 from specjax.verify import target_match
-from specjax.verify.common import draft_law, parent_rows, ratio, residual, top_down
+from specjax.verify.common import draft_law, parent_rows, past_children, ratio, residual, siblings_together, top_down
 
 
 def plan(draft: Draft, log_p: Array) -> Plan:
-    """Draft of one tree, log_p [N+1, V] -> Plan.  Carries one residual a row: O(N V) time and memory."""
+    """Draft of one tree, log_p [N+1, V] -> Plan.  One residual [V] at a time: O(N V) time, O(V) memory."""
     if draft.log_q is None:
         return target_match.plan(draft, log_p)
     rows = parent_rows(draft)
+    order, is_first = siblings_together(draft)
 
-    def attempt(left, node):
-        row = rows[node]
-        r, x = left[row], draft.tokens[node]
-        q = draft_law(draft, node, r)
-        after = jnp.where(draft.parents[node] >= -1, residual(r, q), r)
-        return jax.lax.dynamic_update_index_in_dim(left, after, row, 0), ratio(r[x], q[x])
+    def refuse(r, node):
+        return residual(r, draft_law(draft, node, r))
 
-    nodes = jnp.arange(draft.tokens.shape[0], dtype=jnp.int32)
-    left, accept = jax.lax.scan(attempt, jnp.exp(log_p), nodes)
-    return top_down(draft, accept, lambda row: jnp.log(left[row]))
+    def attempt(left, step):
+        node, is_first = step
+        r, x = jnp.where(is_first, jnp.exp(log_p[rows[node]]), left), draft.tokens[node]
+        return refuse(r, node), ratio(r[x], draft_law(draft, node, r)[x])
+
+    accept = jax.lax.scan(attempt, jnp.zeros_like(log_p[0]), (order, is_first))[1]
+    in_place = jnp.zeros_like(accept).at[order].set(accept)
+    return top_down(draft, in_place, lambda row: jnp.log(past_children(draft, row, jnp.exp(log_p[row]), refuse)))
 
 
 recursive = Rule(plan, accepts=CHILDREN)
