@@ -6,12 +6,12 @@ and 4 children.  Warping the logits and the noise that drafting and coupled deco
 memory of each compiled rule for 16, 32 and 64 nodes, in rows of V floats: what grows with the square would double twice.
 
 Command:    python experiments/rule_cost.py
-Run time:   1 minute for batch 1 on 2 free cores; 10 minutes for both batches where five others share the cores.
-Expected:   asserted: at most 8 for rejection, block and target_match.  On free cores rejection and target_match below .1,
-            block 1, recursive and traversal .5, k_seq 3 to 5, coupled 3 to 4 given its noise; temperature 3 to 4, top-p 13
-            to 15, noise 13 to 16.  On shared cores what takes 64 steps one after the other waits at each: recursive and
-            traversal 3 to 6, noise 20 to 45.  Temporaries: 3 rows for every rule but coupled (195 at 64 nodes, 3 a row of
-            the block) and typical (65).
+Run time:   1.5 minutes on 2 free cores (--repeats 3); 10 minutes where five others share them.
+Expected:   asserted: at most 8 for rejection, block and target_match.  On free cores, batch 1 and 8: rejection, target_match
+            and threshold below .1, block .8 and .9, recursive, traversal and greedy_multi_draft .5, typical 1.0 and .6, k_seq
+            4.5 and 5.3, coupled 2.0 and 1.8 given its noise; temperature 2.2 and 3.2, top-p 9, noise 6 and 7.  On shared
+            cores what takes 64 steps one after the other waits at each: recursive and traversal 3 to 6.  Temporaries: 3 rows
+            for every rule but coupled (195 at 64 nodes, 3 a row of the block) and typical (65).
 """
 
 from __future__ import annotations
