@@ -105,6 +105,8 @@ def compare(
     """
     coupled = any(api.find_rule(c.rule).coupled for c in contenders)  # then plain has to read the same noise
     field = [Contender("plain", api.load_drafter("plain", lm), "coupled" if coupled else "rejection"), *contenders]
+    for contender in contenders:  # before anything is measured
+        check(lm, contender)
     batches = split(lm, work)
     samples: list[list[Sample]] = [[] for _ in field]
     warm = set()
@@ -118,6 +120,14 @@ def compare(
             samples[i].append(sample)
     progress(len(batches) * len(field), len(batches) * len(field), "done")
     return [_result(c, s, samples[0], work.sampling) for c, s in zip(field, samples, strict=True)]
+
+
+def check(lm: LM, contender: Contender) -> None:
+    """Raise ValueError, naming the method, where decoding cannot be built of a contender."""
+    try:
+        decode.check(lm.model, contender.loaded.drafter, api.find_rule(contender.rule))
+    except ValueError as error:
+        raise ValueError(f"{contender.method} with rule {contender.rule}: {error}") from None
 
 
 def split(lm: LM, work: Work) -> list[Work]:

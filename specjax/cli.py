@@ -1,7 +1,7 @@
 """The command `specjax`: each subcommand is a dataclass of flags (`flags.py`) handed to its file in `commands/`.
 
 Progress and tables go to stderr, generated text to stdout, `--json FILE` (`-` = stdout) gets one object at the very end.
-Exit status 0 = done, 2 = bad input, told in one line on stderr.
+Exit status 0 = done, 1 = `lossless` did not pass, 2 = bad input, told in one line on stderr.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_goal(goal)
         keep_compiled(cache_dir() / "compiled")
         result = RUN[type(command)](command, silent if goal == "-" else write)
+        status = result.pop("exit_status", 0)
         if goal is not None:
             summary = {"command": shlex.join(["specjax", *arguments]), **environment(), **result["summary"]}
             write_json(goal, {**result, "summary": summary})
@@ -35,4 +36,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status

@@ -119,9 +119,11 @@ def run(
     Returns the state and a RoundInfo of [B, max_rounds, ...] arrays, zero past the last round.
     """
     step = functools.partial(round, target=target, drafter=drafter, rule=rule, limit=limit, probe=probe)
-    counts = [jnp.zeros((state.length.shape[0], max_rounds), jnp.int32)] * 3
+    count = jnp.zeros((state.length.shape[0], max_rounds), jnp.int32)
     probed = () if probe is None else jax.eval_shape(lambda p, s: step(p, s)[1].probed, params, state)
-    log = RoundInfo(*counts, jax.tree.map(lambda x: jnp.zeros((x.shape[0], max_rounds, *x.shape[1:]), x.dtype), probed))
+    log = RoundInfo(
+        count, count, count, jax.tree.map(lambda x: jnp.zeros((x.shape[0], max_rounds, *x.shape[1:]), x.dtype), probed)
+    )
 
     def body(carry):
         s, log, i = carry

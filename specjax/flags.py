@@ -179,7 +179,44 @@ class Bench:
     output: Output = Output()
 
 
-COMMANDS = {"demo": Demo, "methods": Methods, "generate": Generate, "bench": Bench}
+@dataclasses.dataclass(frozen=True)
+class HotSampling(Sampling):
+    """The law of a token; a test of distributions needs one."""
+
+    temperature: float = 1.0
+    """0 is greedy: then tokens are compared, not laws."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lossless:
+    """Test that a drafter and a rule keep the target's distribution, and write the report."""
+
+    target: str = "table"
+    """table (known law), tiny (a transformer of two layers), or a model named as for `generate`."""
+    method: str = "small"
+    """How tokens are drafted."""
+    num_draft: int = 3
+    """K, tokens drafted along one path."""
+    quick: Switch = False
+    """Minutes in place of up to half an hour: a bias of TV .05 per token has to be seen, else .02."""
+    out: str = "lossless-report"
+    """The directory of report.html, report.md, report.json; an interrupted report there goes on."""
+    seed: int = 0
+    """Of everything that is drawn.  There is no rerun until green: say which seed a report has."""
+    plant_bias: float = 0.0
+    """Spoil the output by this total variation per token, to see the report fail."""
+    weights_dtype: str = "float32"
+    """Numbers the weights are stored in: float32 or bfloat16."""
+    prompts: str | None = None
+    """A file of prompts as for `bench`; those of the demo if not given."""
+    limit: int = 8
+    """Ask at most so many prompts of the file."""
+    drafting: Drafting = Drafting()
+    sampling: HotSampling = HotSampling()
+    output: Output = Output()
+
+
+COMMANDS = {"demo": Demo, "methods": Methods, "generate": Generate, "bench": Bench, "lossless": Lossless}
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -195,7 +232,7 @@ def parse(arguments: Sequence[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             command, rest = tyro.cli(
-                Demo | Methods | Generate | Bench,
+                Demo | Methods | Generate | Bench | Lossless,
                 prog="specjax",
                 description="Speculative decoding of language models: faster, with the model's own law.",
                 args=list(arguments),

@@ -10,7 +10,7 @@ import heapq
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +110,9 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Paths:
     Raises:
       ValueError: a path that is empty, doubled, not of whole numbers from 0, or whose beginning is not in the list.
     """
-    bad = [p for p in paths if not p or any(not isinstance(r, int | np.integer) or r < 0 for r in p)]
-    if bad:
-        raise ValueError(f"path {list(bad[0])} is not a list of ranks: use whole numbers from 0, at least one")
+    for path in paths:
+        if not isinstance(path, list | tuple) or not path or not all(map(_is_rank, path)):
+            raise ValueError(f"path {path!r} is not a list of ranks: use whole numbers from 0, at least one")
     ordered = sorted((tuple(p) for p in paths), key=lambda p: (len(p), p))
     index = {path: i for i, path in enumerate(ordered)}
     if len(index) != len(ordered):
@@ -124,17 +124,27 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Paths:
     return Paths(*(np.asarray(x, np.int32) for x in (parents, [p[-1] for p in ordered], [len(p) for p in ordered])))
 
 
+def _is_rank(x) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 31
+
+
 def read_paths(path: str | Path) -> list[tuple[int, ...]]:
     """Paths from JSON: a list of rank paths, {"tree_choices": [...]}, or children lists {"0": [1, 2], ...} (root 0).
 
     Raises:
       ValueError: anything else.
     """
-    data = json.loads(Path(path).read_text())
+    data: Any = None
+    try:
+        data = json.loads(Path(path).read_text())
+    except RecursionError:
+        pass  # no draft tree is so deep
     data = data.get("tree_choices", data.get("tree_adj", data)) if isinstance(data, dict) else data
     if isinstance(data, list) and all(isinstance(p, list) for p in data):
+        from_paths(data)
         return [tuple(p) for p in data]
-    if not isinstance(data, dict) or not all(isinstance(c, list) for c in data.values()):
+    named = isinstance(data, dict) and all(isinstance(c, list) for c in data.values())
+    if not named or not all(isinstance(x, int | str) for c in data.values() for x in c):
         raise ValueError(f"{path} holds no draft tree: need rank paths, tree_choices or children lists")
     found, level, met = [], [("0", ())], {"0"}
     for name, prefix in level:  # grows while it is read
@@ -144,6 +154,9 @@ def read_paths(path: str | Path) -> list[tuple[int, ...]]:
             met.add(child)
             found.append((*prefix, rank))
             level.append((child, found[-1]))
+    lost = sorted(set(data) - met)
+    if lost:
+        raise ValueError(f"{path} is no tree: nothing leads from node 0 to node {lost[0]}")
     return found
 
 
@@ -154,12 +167,14 @@ def best_first(acceptance: np.ndarray, num_nodes: int) -> list[tuple[int, ...]]:
     expected number of accepted tokens of a tree of this size; fewer paths where [K, R] has no more.
 
     Raises:
-      ValueError: a row that grows with the rank.
+      ValueError: rates that are none, or a row that grows with the rank.
     """
-    rates = np.asarray(acceptance, float)
+    rates = _rates(acceptance, 2)
     if (np.diff(rates, axis=1) > 0).any():
         raise ValueError("acceptance grows with the rank: give rates that fall from the first candidate on")
-    heap, chosen = [(-rates[0, 0], (0,), -1.0)], []  # minus the path's product, the path, minus the product above it
+    chosen: list[tuple[int, ...]] = []
+    # minus the path's product, the path, minus the product above it
+    heap: list[tuple[float, tuple[int, ...], float]] = [(-rates[0, 0], (0,), -1.0)]
     while heap and len(chosen) < num_nodes:
         value, path, above = heapq.heappop(heap)
         chosen.append(path)
@@ -171,14 +186,27 @@ def best_first(acceptance: np.ndarray, num_nodes: int) -> list[tuple[int, ...]]:
     return chosen
 
 
+def _rates(acceptance: np.ndarray, axes: int) -> np.ndarray:
+    """Acceptance probabilities, checked."""
+    rates = np.asarray(acceptance, float)
+    if rates.ndim != axes or not rates.size or not ((rates >= 0) & (rates <= 1)).all():
+        raise ValueError(f"acceptance of shape {rates.shape} is no table of probabilities: give {axes} axes, each in [0, 1]")
+    return rates
+
+
 def sequoia(acceptance: np.ndarray, num_nodes: int, max_depth: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """Sequoia's dynamic programme (arXiv 2402.12374): the best tree when the k-th sibling is accepted with acceptance[k].
 
     Returns the paths of the best tree of `num_nodes` nodes (or as many as depth and rates allow), and the expected tokens of
     the best tree of each size [num_nodes + 1], the bonus counted; with a cost per size, `best_size` picks one.  Time
     O(num_nodes^2 R max_depth).
+
+    Raises:
+      ValueError: rates that are none, or a negative size.
     """
-    rates = np.asarray(acceptance, float)
+    rates = _rates(acceptance, 1)
+    if min(num_nodes, max_depth) < 0:
+        raise ValueError(f"num_nodes={num_nodes}, max_depth={max_depth}: give sizes from 0")
     value = np.full((max_depth + 1, num_nodes + 1), 1.0)  # [d, n]: a subtree of n nodes below a node, at most d levels
     split = np.zeros((max_depth + 1, len(rates) + 1, num_nodes + 1), int)  # nodes given to the k-th child, itself counted
     for d in range(1, max_depth + 1):

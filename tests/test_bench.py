@@ -60,6 +60,12 @@ def test_merge_pools_the_rounds():
         merge([])
 
 
+def test_what_does_not_fit_is_refused_before_anything_is_measured(lm):
+    tree = bench.Contender("tree", load_drafter("specinfer", lm, num_draft=2, models=[lm], expansion=(2, 1)), "block")
+    with pytest.raises(ValueError, match="tree with rule block: this rule verifies chains only"):
+        bench.compare(lm, [contender(lm), tree], bench.Work(PROMPTS, KEY, 8), progress=lambda *now: pytest.fail("measured"))
+
+
 def test_compare_greedy(lm, monkeypatch):
     """Plain first; same tokens; pooled statistics; each shape is warmed once and never compiles again."""
     calls, seen, measure = [], [], bench._measure

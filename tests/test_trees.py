@@ -117,6 +117,7 @@ def test_from_paths():
         ([()], "not a list of ranks"),
         ([(0,), (-1,)], "not a list of ranks"),
         ([("a",)], "not a list of ranks"),
+        ([5], "not a list of ranks"),
     ],
 )
 def test_paths_that_are_no_tree_are_refused(paths, message):
@@ -134,12 +135,21 @@ def test_read_paths(tmp_path):
     paths = [(0,), (1,), (0, 0)]
     assert read(paths) == read({"tree_choices": paths}) == paths
     assert read({"0": [7, 9], "7": [3]}) == read({"tree_adj": {"0": ["a", "b"], "a": [1]}}) == paths
-    for bad in (3, [1, 2], {"0": 4}):
+    for bad in (3, [1, 2], {"0": 4}, {"0": [[1]]}, {"0": [None]}):
         with pytest.raises(ValueError, match="holds no draft tree"):
             read(bad)
     for bad in ({"0": [0]}, {"0": [1, 2], "1": [3], "2": [3]}):
         with pytest.raises(ValueError, match="two parents, or is its own ancestor"):
             read(bad)
+    for bad in ({"1": [2]}, {"0": [1], "5": [6]}):
+        with pytest.raises(ValueError, match="nothing leads from node 0 to node"):
+            read(bad)
+    for bad in ([[True]], [[0], [1 << 40]], [[0.5]]):
+        with pytest.raises(ValueError, match="not a list of ranks"):
+            read(bad)
+    (tmp_path / "tree.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="holds no draft tree"):
+        trees.read_paths(tmp_path / "tree.json")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +183,11 @@ def test_best_first_takes_the_most_probable_paths(nodes):
     assert len(trees.best_first(np.array([[0.5, 0.0], [0.0, 0.0]]), 99)) == 6, "no more than there are"
     with pytest.raises(ValueError, match="grows with the rank"):
         trees.best_first(np.array([[0.1, 0.2]]), 2)
+    for bad in (np.array([[np.nan]]), np.array([[1.5]]), np.zeros((0, 0)), np.array([0.5])):
+        with pytest.raises(ValueError, match="no table of probabilities"):
+            trees.best_first(bad, 2)
+    with pytest.raises(ValueError, match="sizes from 0"):
+        trees.sequoia(np.array([0.5]), -1, 2)
 
 
 def expected_tokens(parents, rates):

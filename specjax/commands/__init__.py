@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from specjax import flags
-from specjax.commands import bench, demo, generate, methods
+from specjax.commands import bench, demo, generate, lossless, methods
 
 RUN: dict[type, Callable] = {
     flags.Demo: demo.run,
     flags.Methods: methods.run,
     flags.Generate: generate.run,
     flags.Bench: bench.run,
+    flags.Lossless: lossless.run,
 }

@@ -38,7 +38,7 @@ def run(command: Bench, write: Write) -> dict:
     summary = {"seed": asked.seed, "settings": chosen, "num_prompts": len(rows)}
     records = [bench.record(r) for r in results]
     for record, one in zip(records[1:], held, strict=True):
-        record["ceiling"] = one and {**one._asdict(), "excess": one.excess._asdict()}
+        record["ceiling"] = one and {**one._asdict(), "excess": one.excess._asdict(), "above": one.above}
     return {"summary": summary, "methods": records}
 
 
@@ -63,7 +63,8 @@ def ceiling_table(contenders: Sequence[bench.Contender], held: Sequence[ceilings
             rows.append([*names, "-", "-", "-", "-"])
             continue
         excess = f"{one.excess.mean:+.3f} [{one.excess.low:+.3f}, {one.excess.high:+.3f}]"
-        above = "YES: a bug" if one.excess.low > 0 else "no"
+        lossy = " (lossy rule)" if not api.find_rule(c.rule).lossless else ": a bug"
+        above = f"YES{lossy}" if one.above else "no"
         rows.append([*names, f"{one.accepted:.3f}", f"{one.ceiling:.3f}", excess, above])
     return table(rows)
 

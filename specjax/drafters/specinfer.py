@@ -72,7 +72,7 @@ def specinfer(
         commit=lambda params, state, out, verdict: state,  # `propose` starts from the committed length
         num_nodes=len(parents),
         depth=len(expansion),
-        children="independent" if len(models) > 1 and siblings.kind == "iid" else siblings.kind,
+        children="independent" if len(models) > 1 and siblings.kind != "point" else siblings.kind,  # laws differ, tokens repeat
         chain=len(parents) == len(expansion),
         vocab_size=size,
     )

@@ -20,6 +20,9 @@ LOG_TIMES = (-14.0, 80.0, 0.25)
 """First and last of the log times at which clocks are read, and their distance.  Before the first one two clocks of rate 1
 ring with probability 1e-12; the last one waits for tokens of probability 1e-34 and still fits float32."""
 
+FAINT = 1e-30
+"""A q below this is lost among the clocks."""
+
 
 def one_draft(p: Array, q: Array) -> Array:
     """1 - TV(p, q) = sum min(p, q): one token drawn from q [V] (maximal coupling)."""
@@ -121,18 +124,25 @@ def drawn_block(draft: Draft, log_p: Array) -> Array:
     return jnp.exp(jnp.minimum(0, jnp.cumsum(log_ratio))).sum()
 
 
+def _where_it_resolves(row: Children, most: int) -> Array:
+    """`without_replacement_drafts`, or 1 where later siblings were drawn from what floats hold of q: never too low."""
+    lost = (row.q > FAINT).sum(dtype=jnp.int32) < jnp.minimum(row.count, row.support)
+    return jnp.where(lost, 1, without_replacement_drafts(row.p, row.q, row.count, most=most))
+
+
 class Children(NamedTuple):
     """One row of the verified block and what was drafted below it."""
 
     p: Array  # [V] the target's law
     q: Array  # [V] what the first child was drawn from
+    support: Array  # [] tokens that it could be, those too whose q is below what a float holds
     count: Array  # [] children that exist
     later: Array  # [V] bool: tokens of the children after the first
 
 
 ROW_CEILINGS: dict[str, Callable[[Children, int], Array]] = {
     "iid": lambda row, most: iid_drafts(row.p, row.q, row.count),
-    "without_replacement": lambda row, most: without_replacement_drafts(row.p, row.q, row.count, most=most),
+    "without_replacement": lambda row, most: _where_it_resolves(row, most),
     "sampled_then_top": lambda row, most: sampled_then_top_drafts(row.p, row.q, row.later),
 }
 """P(a child is accepted) at most, by how siblings were drawn.  Nothing is known for siblings from laws of their own."""
@@ -169,10 +179,11 @@ def ceiling(
         first = jnp.argmax(child).astype(jnp.int32)
         later = jnp.zeros(log_p.shape[-1], bool).at[draft.tokens].max(child & (node != first))
         q = jnp.exp(log_q[first].astype(log_p.dtype))
-        below = Children(jnp.exp(log_p[row]), q, child.sum(dtype=jnp.int32), later)
-        allowed = bound(below, len(node) if most is None else most)
+        support = (log_q[first] > -jnp.inf).sum(dtype=jnp.int32)
+        below = Children(jnp.exp(log_p[row]), q, support, child.sum(dtype=jnp.int32), later)
+        allowed = jnp.minimum(bound(below, len(node) if most is None else most), 1)
         certain = jnp.where(later.at[draft.tokens[first]].set(True), below.p, 0).sum()  # at temperature 0 no child is drawn
-        return jnp.where(child.any(), jnp.where(q.max() >= 1, certain, allowed), 0)
+        return jnp.where(child.any(), jnp.where(support == 1, certain, allowed), 0)
 
     reached = jnp.arange(verdict.path.shape[0], dtype=jnp.int32) <= verdict.num_accepted
     return jnp.where(reached, jax.lax.map(at, verdict.path), 0).sum()
