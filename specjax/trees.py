@@ -128,17 +128,20 @@ def _is_rank(x) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 31
 
 
+def _parsed(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except RecursionError:
+        return None  # no draft tree is so deep
+
+
 def read_paths(path: str | Path) -> list[tuple[int, ...]]:
     """Paths from JSON: a list of rank paths, {"tree_choices": [...]}, or children lists {"0": [1, 2], ...} (root 0).
 
     Raises:
       ValueError: anything else.
     """
-    data: Any = None
-    try:
-        data = json.loads(Path(path).read_text())
-    except RecursionError:
-        pass  # no draft tree is so deep
+    data = _parsed(path)
     data = data.get("tree_choices", data.get("tree_adj", data)) if isinstance(data, dict) else data
     if isinstance(data, list) and all(isinstance(p, list) for p in data):
         from_paths(data)

@@ -4,7 +4,11 @@ Models are random but peaked (the head is scaled), so that acceptance is neither
 tests of one file: prompts, temperatures, budgets, EOS ids and drafter weights are data.
 """
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, sampling, trees
+from specjax.drafters import blockwise, files, hydra, medusa, mtp
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
@@ -97,6 +102,37 @@ def scripted(num_nodes, depth, *, vocab_size=V, soft=False, chain=True):
 
 
 TREE_NODES, TREE_DEPTH = 7, 3
+HEAD_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
+"""Rank paths of three levels, for heads."""
+MTP_CONFIG = mtp.config_of(CONFIG, qk_norm=True)
+
+RECIPES = {
+    "blockwise": lambda k: blockwise.recipe(TARGET, num_draft=k, hidden=8),
+    "medusa": lambda k: medusa.recipe(TARGET, num_draft=k, layers=2, own_head=True),
+    "hydra": lambda k: hydra.recipe(TARGET, num_draft=k, layers=2),
+    "mtp": lambda k: mtp.recipe(TARGET, num_draft=k, config=MTP_CONFIG),
+}
+"""Drafters that are trained after the target."""
+
+
+@functools.cache
+def trained(name, k=3, disturbed=0.15):
+    """Parameters of a trained drafter: what its recipe begins with, disturbed, so that nothing in them is zero."""
+    params = jax.jit(RECIPES[name](k).init)(jax.random.key(3), target_params())
+    leaves, treedef = jax.tree.flatten(params)
+    rng = np.random.default_rng(4)
+    return treedef.unflatten([x + jnp.asarray(disturbed * rng.standard_normal(x.shape), x.dtype) for x in leaves])
+
+
+@functools.cache
+def saved(name, k=3):
+    """The directory of a trained drafter."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory, True)
+    options = {"mtp": MTP_CONFIG._asdict(), "medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}}
+    files.save(directory, trained(name, k), {"method": name, **options.get(name, {})})
+    return str(Path(directory))
+
 
 BUILDERS = {
     "plain": lambda k: plain(),
@@ -105,6 +141,12 @@ BUILDERS = {
     "small": lambda k: small(SMALL, num_draft=k),
     "small = target": lambda k: small(TARGET, num_draft=k),
     "specinfer": lambda k: specinfer((SMALL,), expansion=(2,) + (1,) * (k - 1), siblings=SIBLINGS["without_replacement"]),
+    "blockwise": lambda k: blockwise.blockwise(TARGET, num_draft=k),
+    "medusa": lambda k: medusa.medusa(TARGET, paths=HEAD_TREE),
+    "medusa, sampled": lambda k: medusa.medusa(TARGET, paths=HEAD_TREE, siblings=SIBLINGS["without_replacement"]),
+    "hydra": lambda k: hydra.hydra(TARGET, paths=HEAD_TREE),
+    "hydra, chain": lambda k: hydra.hydra(TARGET, paths=medusa.chain_paths(k), siblings=SIBLINGS["iid"]),
+    "mtp": lambda k: mtp.mtp(TARGET, num_draft=k, config=MTP_CONFIG),
     "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
     "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
     "script": lambda k: scripted(k, k),
@@ -119,6 +161,8 @@ def drafter(name, k=3):
 
 
 def drafter_params(name):
+    if name.split(",")[0] in RECIPES:
+        return trained(name.split(",")[0])
     return {"small": small_params(), "small = target": target_params(), "specinfer": (small_params(),)}.get(name, ())
 
 

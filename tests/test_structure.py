@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "text": set(),
     "models": CORE | {"text", "zoo"},
     "verify": CORE,
-    "drafters": CORE | {"models.layers", "names", "train.losses"},
+    "drafters": CORE | {"models.layers", "names"},
     "decode": CORE | {"verify.draw"},
     "engine": CORE | {"decode", "schedule", "metrics", "text"},
     "names": set(),

@@ -17,7 +17,7 @@ def run(command: Methods, write: Write) -> dict:
     drafting, items = Drafting(draft_model=command.draft_model), []
     for name, method in api.METHODS.items():
         extra = (0, 0) if method.kind in ("none", "training-free") else (None, None)
-        if lm is not None and has_models(name, drafting):
+        if lm is not None and method.kind != "trained after it" and has_models(name, drafting):
             extra = build_drafter(lm, name, 4, drafting).card[1:3]
         facts = dict(method=name, kind=method.kind, extra_parameters=extra[0], extra_bytes=extra[1], rule=method.rule)
         lossless, known = api.RULES[method.rule].lossless, [*(["num_draft"] if name != "plain" else []), *options(method)]

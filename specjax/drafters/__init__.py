@@ -1,6 +1,6 @@
 """Drafting methods: one file a method, each a factory and a `load`.  To add one: write its file, add its entry."""
 
-from specjax.drafters import early_exit, ngram, plain, small, specinfer
+from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, plain, small, specinfer
 from specjax.drafters.base import Method
 
 METHODS: dict[str, Method] = {
@@ -8,5 +8,9 @@ METHODS: dict[str, Method] = {
     "ngram": Method(ngram.load, "training-free", "rejection", "continue the longest earlier match of the text's end"),
     "small": Method(small.load, "same family", "rejection", "a smaller model of the same vocabulary drafts a chain"),
     "specinfer": Method(specinfer.load, "same family", "recursive", "trees of one or several smaller models, merged"),
+    "blockwise": Method(blockwise.load, "trained after it", "rejection", "a feed-forward head for each token ahead"),
+    "medusa": Method(medusa.load, "trained after it", "target_match", "a residual head for each token ahead, a static tree"),
+    "hydra": Method(hydra.load, "trained after it", "recursive", "heads that see the tokens drafted before theirs"),
+    "mtp": Method(mtp.load, "trained after it", "rejection", "one layer on the target's last state, fed with its own output"),
     "early_exit": Method(early_exit.load, "training-free", "rejection", "the target's first layers with its own head"),
 }

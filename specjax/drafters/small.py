@@ -7,13 +7,16 @@ drafts were all accepted, the last of them has never been run, and re-running on
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from specjax import trees
 from specjax.cache import rewind, take
+from specjax.drafters import objectives
 from specjax.drafters.base import LoadedDrafter, card
+from specjax.drafters.recipe import Batch, Recipe, forward, labels
 from specjax.sampling import first_argmax, tempered
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Output, Sequences
 
@@ -136,3 +139,36 @@ def shared_ids(lm, model) -> int:
     if lm.tokenizer.backend.get_vocab() != model.tokenizer.backend.get_vocab():
         raise ValueError(f"the drafter's tokenizer is not the target's ({sizes}): use a model of the same family")
     return min(lm.tokenizer.vocab_size, lm.model.vocab_size, model.model.vocab_size)
+
+
+def recipe(
+    target: LanguageModel, model: LanguageModel, *, num_draft: int, objective: objectives.Objective = objectives.soft,
+    init: Callable | None = None,
+) -> Recipe:  # fmt: skip
+    """Distil the target into `model`: forward KL from the target's rows, less their entropy (DistillSpec, arXiv 2310.08461).
+
+    What the two have of one name and shape (the embedding and the first layers, if the width is the same) starts as the
+    target's; the rest as `init(key)` makes it, `model.init` unless given.
+
+    Args:
+      target: the model to draft for.
+      model: of its family, smaller.
+      num_draft: K of the drafter that tau is measured with.
+      objective: one of `objectives`: `total_variation` is the rate of rejection itself, `hard` learns from the text alone.
+      init: how the model starts where the target has nothing for it.
+    """
+
+    def loss(params, target_params, batch: Batch, key):
+        hidden, unembed = forward(model, params, batch).hidden, functools.partial(target.unembed, target_params)
+        logits_of = functools.partial(model.unembed, params)
+        scored = objectives.score(logits_of, hidden, batch.output.hidden, labels(batch), unembed, objective)
+        return objectives.pool([scored], [1.0])
+
+    def start(key, target_params):
+        donor = dict(jax.tree_util.tree_leaves_with_path(target_params))
+        same = lambda path, x: path in donor and donor[path].shape == x.shape
+        take_over = lambda path, x: donor[path].astype(x.dtype) if same(path, x) else x
+        return jax.tree_util.tree_map_with_path(take_over, (init or model.init)(key))
+
+    drafter = small(model, num_draft=num_draft, vocab_size=target.vocab_size)
+    return Recipe(start, loss, drafter)

@@ -10,6 +10,8 @@ PASS, FAIL, INCONCLUSIVE, SKIPPED = "pass", "fail", "inconclusive", "not applica
 class Test(NamedTuple):
     """A statistical test that was made, before it is judged."""
 
+    __test__ = False  # not one of pytest's
+
     statistic: float
     p_value: float | None  # P(a statistic at least so large) under the null; None for an exact comparison or an e-value
     samples: int

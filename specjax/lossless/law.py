@@ -7,6 +7,7 @@ a lossless rule gives the target's joint to rounding (about 1e-16), whatever the
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -43,9 +44,7 @@ def exact(rule: Rule, parents: np.ndarray, p: Target, q: Proposal, vocab_size: i
     n = len(parents)
     seen = np.asarray(trees.ancestors(jnp.asarray(parents, jnp.int32)))
     horizon = int(seen.sum(1).max())
-    thresholds = jax.jit(
-        lambda tokens, log_p, log_q: _numbers(rule.plan(Draft(tokens, jnp.asarray(parents, jnp.int32), log_q), log_p), n)
-    )
+    thresholds = _thresholds(rule.plan, tuple(int(i) for i in parents))
     joint, accepted = np.zeros((vocab_size,) * horizon), 0.0
     for tokens in itertools.product(range(vocab_size), repeat=n):
         weight, prefixes, laws = draft_probability(tokens, parents, q)
@@ -109,6 +108,13 @@ def spread(joint: np.ndarray, sequence: tuple[int, ...], mass: float, p: Target)
     law = p(sequence)
     for y in np.flatnonzero(law):
         spread(joint, (*sequence, int(y)), mass * law[y], p)
+
+
+@functools.lru_cache(maxsize=64)
+def _thresholds(plan: Callable, parents: tuple[int, ...]) -> Callable:
+    """Compiled: (tokens, log_p, log_q) -> the numbers of a plan; one compilation for all laws over a topology."""
+    tree, n = np.asarray(parents, np.int32), len(parents)
+    return jax.jit(lambda tokens, log_p, log_q: _numbers(plan(Draft(tokens, jnp.asarray(tree), log_q), log_p), n))
 
 
 def _numbers(plan: Plan, n: int):

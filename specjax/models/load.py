@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from specjax import text
+from specjax import text, zoo
 from specjax.models import fetch
 from specjax.models.gguf import read_gguf
 from specjax.models.huggingface import read_directory
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import LanguageModel
 
-NAMES: dict[str, Callable[[fetch.Progress | None], Path]] = {"smollm2-135m": fetch.demo_model_path}
+NAMES: dict[str, Callable[[fetch.Progress | None], Path]] = {
+    "smollm2-135m": fetch.demo_model_path,
+    "testbed": lambda progress: zoo.path("testbed"),
+}
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 

@@ -25,6 +25,10 @@ SETTINGS = {
     "ngram": {"min_order": 1},
     "small": {"model": SMALL_LM},
     "specinfer": {"models": SMALL_LM, "expansion": (2, 2, 1)},
+    "blockwise": {"weights": h.saved("blockwise")},
+    "medusa": {"weights": h.saved("medusa")},
+    "hydra": {"weights": h.saved("hydra")},
+    "mtp": {"weights": h.saved("mtp")},
     "early_exit": {"layers": 1},
 }
 NAMES = {"ngram": "ngram, order 1", "early_exit": "early_exit, 1 layer"}
