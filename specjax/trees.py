@@ -125,7 +125,11 @@ def from_paths(paths: Sequence[Sequence[int]]) -> Paths:
 
 
 def _is_rank(x) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 31
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(0 <= x < 1 << 31)
+
+
+def _are_names(x) -> bool:
+    return isinstance(x, list) and all(isinstance(name, int | str) for name in x)
 
 
 def _parsed(path: str | Path) -> Any:
@@ -142,12 +146,12 @@ def read_paths(path: str | Path) -> list[tuple[int, ...]]:
       ValueError: anything else.
     """
     data = _parsed(path)
-    data = data.get("tree_choices", data.get("tree_adj", data)) if isinstance(data, dict) else data
+    if isinstance(data, dict):
+        data = data.get("tree_choices", data.get("tree_adj", data))
     if isinstance(data, list) and all(isinstance(p, list) for p in data):
         from_paths(data)
         return [tuple(p) for p in data]
-    named = isinstance(data, dict) and all(isinstance(c, list) for c in data.values())
-    if not named or not all(isinstance(x, int | str) for c in data.values() for x in c):
+    if not isinstance(data, dict) or not all(map(_are_names, data.values())):
         raise ValueError(f"{path} holds no draft tree: need rank paths, tree_choices or children lists")
     found, level, met = [], [("0", ())], {"0"}
     for name, prefix in level:  # grows while it is read
