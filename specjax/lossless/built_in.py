@@ -1,0 +1,80 @@
+"""Subjects that run anywhere, within seconds: a table of known law, and a tiny transformer for what needs layers."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters import METHODS
+from specjax.lossless.subject import Subject, of_model
+from specjax.models.load import LM
+from specjax.models.table import table
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.sampling import SamplingParams
+
+VOCABULARY = 8
+CONFIG = TransformerConfig(12, 16, 2, 4, 2, 8, 32, 128, window=6, sliding=(True, False))
+"""Grouped queries, a sliding window shorter than the prompts, a full layer."""
+
+TABLE_PROMPTS = ((1, 2, 3, 1, 2, 3, 1, 2), (5,))
+TINY_PROMPTS = ((3, 4, 5, 3, 4), (7,), (9, 8, 7, 6, 9, 8, 7), tuple([5, 11] * 11 + [5]))
+
+ON_A_TABLE = ("plain", "ngram", "small", "specinfer")
+"""Methods that a table can carry; the others read layers and get the tiny transformer."""
+
+
+def built_in(
+    method: str, rule: str | None = None, *, target: str = "table", num_draft: int = 3, children: str = "without_replacement",
+    sampling: SamplingParams = SamplingParams(temperature=1.0),
+) -> Subject:  # fmt: skip
+    """The built-in subject of a drafting method: its drafter is built by the method's own loader.
+
+    Args:
+      method: a key of METHODS that needs no training.
+      rule: a key of RULES; None is the method's usual one.
+      target: "table" or "tiny", a transformer of two layers; a method that reads layers always gets the latter.
+      num_draft: K.
+      children: how specinfer draws them.
+      sampling: of every request.
+
+    Raises:
+      ValueError: a method for which no drafter comes built in.
+    """
+    lm, smaller = _models("table" if target == "table" and method in ON_A_TABLE else "tiny")
+    options = {
+        "plain": {}, "ngram": {"min_order": 1}, "early_exit": {"layers": 1}, "small": {"model": smaller},
+        "specinfer": {"models": smaller, "expansion": (2,) * min(2, num_draft) + (1,) * (num_draft - 2), "children": children},
+    }  # fmt: skip
+    if method not in options:
+        raise ValueError(f"no drafter of method {method!r} comes built in: use one of {', '.join(options)}, or a real model")
+    loaded = METHODS[method].load(lm, num_draft=num_draft, **options[method])
+    kind, prompts = ("table", TABLE_PROMPTS) if lm.model is _models("table")[0].model else ("tiny", TINY_PROMPTS)
+    return of_model(lm, loaded, prompts, target=kind, rule=rule, sampling=sampling)
+
+
+@functools.cache
+def _models(kind: str) -> tuple[LM, LM]:
+    """The target and a model that agrees with it sometimes; random from fixed keys, peaked, far from degenerate."""
+    return _tables() if kind == "table" else _transformers()
+
+
+def _tables() -> tuple[LM, LM]:
+    model, rng = table(VOCABULARY, order=2), np.random.default_rng(0)
+    logits = 1.3 * rng.normal(size=(VOCABULARY + 1, VOCABULARY + 1, VOCABULARY))
+    near = logits + rng.normal(size=logits.shape)
+    law = lambda x: jax.nn.log_softmax(jnp.asarray(x, jnp.float32), -1)
+    config = CONFIG._replace(vocab_size=VOCABULARY)  # nothing reads it
+    return LM(model, law(logits), None, config), LM(model, law(near), None, config)  # type: ignore[arg-type]
+
+
+def _transformers() -> tuple[LM, LM]:
+    """The smaller one is the target's first layer, disturbed."""
+    model, small = language_model(CONFIG), language_model(CONFIG._replace(layers=1, sliding=(), window=None))
+    params = jax.jit(model.init)(jax.random.key(0))
+    params = {**params, "head": params["head"] * 4}
+    own = jax.jit(small.init)(jax.random.key(1))
+    near = jax.tree.map(lambda noise, x: x + 0.1 * noise, own, {name: params[name] for name in own})
+    return LM(model, params, None, CONFIG), LM(small, near, None, CONFIG)  # type: ignore[arg-type]
