@@ -1,0 +1,1 @@
+"""From text to trained weights: corpora, batches, losses, the loop."""

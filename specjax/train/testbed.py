@@ -1,0 +1,95 @@
+"""The testbed: a small Llama-shaped target, trained on Python's standard library, on which every method can be compared.
+
+2.0 million parameters: 4 layers of width 192, 6 query and 2 KV heads of 32, feed-forward 512, context 1024, a byte-level
+BPE of 2048 tokens, head tied to the embedding.  Small enough that drafters saturate in minutes on two cores; real text, so
+that acceptance depends on what is being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from specjax import text
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.train import corpus, stdlib
+from specjax.train.evaluate import held_out
+from specjax.train.loop import Evaluate, Settings
+from specjax.train.packing import Batches, batches, then
+from specjax.train.target import target_recipe
+
+EOS = "<eos>"
+CONFIG = TransformerConfig(
+    vocab_size=2048, width=192, layers=4, heads=6, kv_heads=2, head_dim=32, hidden=512, max_length=1024, tied=True
+)  # fmt: skip
+SETTINGS = Settings(steps=3600, peak=3e-3, warmup=150, evaluate_every=200, log_every=10)
+TOKENS = 2048  # an update
+LONG_FROM = 0.78  # of the run in rows of half the context, which cost a third less a token; the rest in whole ones
+
+
+class Testbed(NamedTuple):
+    """What the testbed is trained and judged on."""
+
+    tokenizer: text.Tokenizer
+    train: corpus.Corpus
+    held_out: corpus.Corpus
+
+
+def prepare(directory: str | Path, progress: corpus.Progress = lambda done, total: None) -> Testbed:
+    """Tokenizer and both corpora, made in `directory` where they are not there yet."""
+    directory = Path(directory)
+    train, held = stdlib.sources()
+    tokenizer = load_tokenizer(directory / "tokenizer.json", train)
+    both = [tokenize(directory / name, part, tokenizer, progress) for name, part in (("train", train), ("held_out", held))]
+    return Testbed(tokenizer, *both)
+
+
+def rows(bed: Testbed, settings: Settings) -> Batches:
+    """What each update learns from."""
+    short, long = (batches(bed.train, length=n, batch=TOKENS // n) for n in (CONFIG.max_length // 2, CONFIG.max_length))
+    return then(short, int(LONG_FROM * settings.steps), long)
+
+
+def judge(bed: Testbed) -> Evaluate:
+    """Loss and accuracy on 32 whole rows of held-out modules."""
+    rows = batches(bed.held_out, length=CONFIG.max_length, batch=4)
+    return held_out(target_recipe(language_model(CONFIG)), rows, steps=8)
+
+
+def load_tokenizer(path: Path, documents: Sequence[stdlib.Source]) -> text.Tokenizer:
+    """The tokenizer in `path`, trained on `documents` where there is none."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        train_tokenizer([source.text for source in documents]).save(str(path))
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    return text.from_tokenizers(backend, eos_ids=(backend.get_vocab()[EOS],))
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int = CONFIG.vocab_size) -> tokenizers.Tokenizer:
+    """Byte-level BPE; id 0 ends a document."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def tokenize(
+    directory: Path, documents: Sequence[stdlib.Source], tokenizer: text.Tokenizer, progress: corpus.Progress
+) -> corpus.Corpus:  # fmt: skip
+    """Each module and the token that ends it."""
+
+    def make(numbers: range) -> list[corpus.Item]:
+        return [corpus.Document([*tokenizer.encode(documents[i].text), tokenizer.eos_ids[0]]) for i in numbers]
+
+    return corpus.build(directory, len(documents), make, provenance=stdlib.provenance(list(documents)), progress=progress)

@@ -1,0 +1,109 @@
+"""What tests of trained drafters share: a batch, NumPy in float64, and a target whose text is known to the last bit."""
+
+import functools
+from typing import NamedTuple
+
+import helpers as h
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters.recipe import Batch, with_output
+from specjax.types import LanguageModel, Output
+
+TOKENS = np.random.default_rng(1).integers(0, h.V, (2, 11)).astype(np.int32)
+SEGMENTS = np.int32([[0] * 6 + [1] * 5, [0] * 8 + [-1] * 3])
+MASK = (np.random.default_rng(2).random((2, 11)) < 0.8) & (SEGMENTS >= 0)
+
+
+def double(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@functools.cache
+def batch():
+    """Two documents in one row, one and padding in the other; some tokens are no labels."""
+    return with_output(Batch(*map(jnp.asarray, (TOKENS, MASK, SEGMENTS))), h.TARGET, h.target_params())
+
+
+@functools.cache
+def hidden():
+    return double(jax.tree.map(np.asarray, batch().output.hidden))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def pooled(row, shares, nats):
+    """sum of shares[i] x nats(logits, label) over head i's labels / labels of a head; row(b, t, i) -> logits of head i."""
+    total, count = 0.0, 0
+    for b, t in np.ndindex(TOKENS.shape):
+        for i, share in enumerate(shares):
+            goal = t + 2 + i
+            if goal < TOKENS.shape[1] and MASK[b, goal] and SEGMENTS[b, goal] == SEGMENTS[b, t] >= 0:
+                total, count = total + share * nats(row(b, t, i), b, goal), count + 1
+    return total / (count / len(shares))
+
+
+def hard(logits, b, goal):
+    return -np.log(softmax(logits)[TOKENS[b, goal]])
+
+
+def soft(logits, b, goal):
+    """Against the target's law of that token."""
+    p = softmax(hidden()[b, goal - 1] @ np.asarray(h.target_params()["head"], np.float64))
+    return -(p * np.log(softmax(logits))).sum()
+
+
+def check(recipe, params, reference):
+    """Loss and the gradient along three random directions, against reference(params in float64) and central differences."""
+    given = batch()  # outside of what is traced, for it is kept
+    f = lambda p: recipe.loss(p, h.target_params(), given, jax.random.key(0))[0]
+    loss, gradient = jax.jit(jax.value_and_grad(f))(params)
+    exact = double(params)
+    np.testing.assert_allclose(float(loss), reference(exact), rtol=1e-5)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        way = jax.tree.map(lambda x, rng=rng: rng.standard_normal(x.shape), exact)
+        ends = [reference(jax.tree.map(lambda x, d, e=e: x + e * d, exact, way)) for e in (1e-5, -1e-5)]
+        slope = (ends[0] - ends[1]) / 2e-5
+        along = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(double(gradient)), jax.tree.leaves(way), strict=True))
+        np.testing.assert_allclose(along, slope, rtol=1e-4, atol=1e-5)
+
+
+# Text that is known but for one fair bit a token: token 2 c + bit, c the position modulo COUNT.  A predictor that is right,
+# however far ahead, gives two tokens one half each: its loss is ln 2, the entropy, whatever the bits were.
+
+COUNT = 5
+
+
+class Known(NamedTuple):
+    """The target and a batch of its text."""
+
+    target: LanguageModel
+    batch: Batch
+
+
+def known():
+    """h_t is the one-hot of token t, embeddings are one-hots, and the vocabulary head gives a token's pair 50 each."""
+    size = 2 * COUNT
+    pairs = np.kron(np.eye(COUNT), np.ones((2, 2))).astype(np.float32) * 50
+    target = LanguageModel(
+        init=lambda key: (), apply=None, init_cache=None, embed=lambda params, tokens: jax.nn.one_hot(tokens, size),
+        unembed=lambda params, x: x @ pairs, truncate=None, vocab_size=size, width=size, num_layers=1, max_length=99,
+    )  # fmt: skip
+    tokens = 2 * (np.arange(14) % COUNT)[None] + np.random.default_rng(0).integers(0, 2, (2, 14))
+    tokens = jnp.asarray(tokens.astype(np.int32))
+    out = Output(logits=jnp.zeros(()), hidden=jax.nn.one_hot(tokens, size), features=jnp.zeros(()))
+    return Known(target, Batch(tokens, jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32), out))
+
+
+def later(steps):
+    """[D, D] that takes a token's one-hot to that of the token `steps` on, with the same bit."""
+    return jnp.asarray(np.roll(np.eye(2 * COUNT), 2 * steps, 1), jnp.float32)

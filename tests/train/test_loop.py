@@ -1,0 +1,251 @@
+"""The loop: resumable bit for bit, honest about weights, and its tau is that of decoding."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PROMPTS, SMALL, TARGET, V, small_params, target_params
+
+from specjax.drafters.objectives import chunked, kl, mean
+from specjax.drafters.recipe import Batch, Recipe, forward, labels, with_output
+from specjax.drafters.small import small
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.train import corpus
+from specjax.train.evaluate import acceptance, held_out
+from specjax.train.export import save_directory
+from specjax.train.features import cached, estimate
+from specjax.train.loop import Settings, begin, fit, rates, train_step
+from specjax.train.loop import adamw as optimizer_of
+from specjax.train.packing import batches
+from specjax.train.target import target_recipe
+from specjax.types import Params
+from specjax.verify import RULES
+
+SETTINGS = Settings(steps=6, peak=1e-2, warmup=2, evaluate_every=3, log_every=2, save_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """24 documents of 3 to 14 tokens; every third token is not to be predicted."""
+    rng = np.random.default_rng(0)
+    items = [corpus.Document(rng.integers(0, V, n).tolist(), [k % 3 > 0 for k in range(n)]) for n in rng.integers(3, 15, 24)]
+    return corpus.build(tmp_path_factory.mktemp("text"), 24, lambda n: [items[i] for i in n], provenance={})
+
+
+@pytest.fixture(scope="module")
+def rows(text):
+    return batches(text, length=12, batch=2)
+
+
+def distil():
+    """The small model learns the target's law."""
+    start = small_params()
+
+    def loss(params, target_params, batch, key):
+        hidden, weights = forward(SMALL, params, batch).hidden, labels(batch)[1]
+        laws = lambda x: kl(SMALL.unembed(params, x[0]), None, TARGET.unembed(target_params, x[1]))
+        value = mean(chunked(laws, (hidden, batch.output.hidden)), weights)
+        return value, {"weight": weights.sum(), "seen": batch.output.features.shape[2] * jnp.ones(())}
+
+    return Recipe(lambda key, target: start, loss, small(SMALL, num_draft=3), features=(0,))
+
+
+def same_bits(a, b):
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)))
+
+
+def lines(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def target_of(recipe):
+    return {} if recipe.drafter is None else {"target": TARGET, "target_params": target_params()}
+
+
+@pytest.mark.parametrize("recipe", [target_recipe(SMALL), distil()], ids=["target", "drafter"])
+def test_killed_and_resumed(recipe, rows, tmp_path):
+    """Stopped while step 4 is reported, begun again: parameters, learning rates and journal of a run that never stopped."""
+    judge = (held_out(recipe, rows, steps=2, target=target_of(recipe).get("target")),)
+    settings = SETTINGS._replace(accumulate=2)
+    whole = fit(recipe, rows, settings, tmp_path / "whole", evaluate=judge, **target_of(recipe))
+
+    def kill(report):
+        if report.step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, rows, settings, tmp_path / "cut", evaluate=judge, progress=kill, **target_of(recipe))
+    reports = []
+    again = fit(recipe, rows, settings, tmp_path / "cut", evaluate=judge, progress=reports.append, **target_of(recipe))
+    assert same_bits(again, whole)
+    assert reports[0].step == 4 and reports[-1].step == reports[-1].steps == 6
+    a, b = lines(tmp_path / "whole"), lines(tmp_path / "cut")
+    timed = ("tokens_per_second", "rate")
+    strip = lambda found: [{k: v for k, v in line.items() if k not in timed} for line in found]
+    assert [line["step"] for line in b] == list(range(7))  # a report before every checkpoint
+    assert strip(a) == strip(b)
+    assert a[0]["held_out_loss"] > a[-1]["held_out_loss"]
+
+
+def test_another_recipe_is_refused(rows, tmp_path):
+    fit(target_recipe(SMALL), rows, SETTINGS._replace(steps=1), tmp_path)
+    with pytest.raises(ValueError, match="missing.*layer_1"):
+        fit(target_recipe(TARGET), rows, SETTINGS, tmp_path)
+
+
+def step_with(recipe, parts, settings=SETTINGS):
+    """One update from stacked parts: (before, after, metrics)."""
+    state = begin(recipe, (), settings, Path("/nowhere"))
+    run = jax.jit(
+        lambda s, p: train_step(s, (), p, jax.random.key(0), recipe=recipe, target=None, optimizer=optimizer_of(settings))
+    )
+    state = run(state, parts)[0]  # the rate of the first update is 0
+    after, metrics = run(state, parts)
+    return state, after, metrics
+
+
+def stack(*parts):
+    return jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+
+def test_accumulation_weighs_by_labels(rows):
+    """R19: one row with 1 label and one with 7, as one batch or as two."""
+    recipe = target_recipe(SMALL)
+    batch = rows.at(0)
+    batch = batch._replace(
+        mask=jnp.asarray([[0, 1] + [0] * 10, [0] + [1] * 7 + [0] * 4], bool), segments=jnp.zeros((2, 12), jnp.int32)
+    )
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(2)]
+    _, whole, a = step_with(recipe, stack(batch))
+    _, parts, b = step_with(recipe, stack(*halves))
+    assert a["weight"] == b["weight"] == 8 and abs(a["loss"] - b["loss"]) < 1e-6
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), whole.params, parts.params)
+
+
+def test_a_batch_without_labels_teaches_nothing(rows, text, tmp_path):
+    """R11: loss 0, parameters as they were, counted; among others it does not count."""
+    recipe = target_recipe(SMALL)
+    empty = rows.at(0)._replace(mask=jnp.zeros((2, 12), bool))
+    before, after, metrics = step_with(recipe, stack(empty))
+    assert metrics["loss"] == 0 and metrics["weight"] == 0 and metrics["gradient_norm"] == 0
+    assert same_bits(before.params, after.params) and same_bits(before.optimizer, after.optimizer)
+    _, alone, _ = step_with(recipe, stack(rows.at(0)))
+    _, among, _ = step_with(recipe, stack(rows.at(0), empty))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), alone.params, among.params)
+    odd = rows._replace(at=lambda step: empty if step == 1 else rows.at(step))
+    fit(recipe, odd, SETTINGS._replace(steps=2), tmp_path)
+    assert lines(tmp_path)[-1]["empty"] == 1
+
+
+def test_nan_stops_with_step_and_rows(rows, tmp_path):
+    """And what is on disk is from before it."""
+    recipe = target_recipe(SMALL)
+    bad = rows.at(3)
+
+    def loss(params, target_params, batch, key):
+        value, metrics = recipe.loss(params, target_params, batch, key)
+        return jnp.where((batch.tokens == bad.tokens).all(), jnp.nan, value), metrics
+
+    with pytest.raises(FloatingPointError, match=r"step 3: loss nan, gradient norm .*, on rows \[\d+, \d+\], of documents \["):
+        fit(recipe._replace(loss=loss), rows, SETTINGS._replace(log_every=6), tmp_path)
+    state = begin(recipe, (), SETTINGS, tmp_path)
+    assert int(state.step) <= 3 and all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_rates():
+    """R19: never above the peak; a resumed run asks the same function of the same step."""
+    rate = rates(Settings(steps=30, peak=0.5, warmup=5))
+    values = np.asarray([float(rate(n)) for n in range(31)])
+    assert values.argmax() == 5 and values.max() == 0.5 and values[0] == 0 and abs(values[30] - 0.05) < 1e-6
+    assert (np.diff(values[:6]) > 0).all() and (np.diff(values[5:]) < 0).all()
+
+
+def test_no_leak_of_the_future(rows):
+    """What stands at t does not depend on later tokens, nor on another document of its row."""
+    batch = rows.at(0)._replace(segments=jnp.asarray([[0] * 12, [0] * 5 + [1] * 7], jnp.int32))
+    run = jax.jit(lambda tokens: forward(TARGET, target_params(), batch._replace(tokens=tokens), (0, 1)))
+    base = run(batch.tokens)
+    for changed in range(12):
+        other = run(batch.tokens.at[:, changed].set((batch.tokens[:, changed] + 1) % V))
+        for a, b in zip(jax.tree.leaves(base), jax.tree.leaves(other), strict=True):
+            differs = np.asarray(a != b).reshape(2, 12, -1).any(-1)
+            assert not differs[:, :changed].any() and differs[:, changed].all()
+            if changed < 5:
+                assert not differs[1, 5:].any()
+
+
+def test_packed_documents_count_as_separate_ones():
+    """R15: 7 and 9 tokens in one row of 16, or in two rows: same loss, same gradient."""
+    rng, recipe = np.random.default_rng(1), target_recipe(TARGET)
+    tokens = jnp.asarray(rng.integers(0, V, (1, 16)), jnp.int32)
+    packed = Batch(tokens, jnp.ones((1, 16), bool), jnp.asarray([[0] * 7 + [1] * 9], jnp.int32))
+    alone = jnp.zeros((2, 16), jnp.int32).at[0, :7].set(tokens[0, :7]).at[1, :9].set(tokens[0, 7:])
+    there = jnp.arange(16)[None] < jnp.asarray([[7], [9]])
+    separate = Batch(alone, there, jnp.where(there, 0, -1))
+    loss = jax.jit(jax.value_and_grad(lambda p, b: recipe.loss(p, (), b, jax.random.key(0))[0]))
+    a, b = loss(target_params(), packed), loss(target_params(), separate)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), a, b)
+
+
+def test_features_on_disk_are_those_of_the_pass(rows, tmp_path, monkeypatch):
+    """Interrupted and finished; refused where the disk lacks the bytes that were announced."""
+    live = with_output(rows.at(7), TARGET, target_params(), (0, 1)).output
+    arguments = dict(features=(0, 1), dtype=np.float32)
+
+    def kill(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, rows, TARGET, target_params(), progress=kill, **arguments)
+    done = []
+    found = cached(tmp_path, rows, TARGET, target_params(), progress=lambda n, total: done.append(n), **arguments)
+    assert done[0] == 3
+    output = found.at(7).output
+    np.testing.assert_allclose(output.hidden, live.hidden, atol=1e-5)
+    np.testing.assert_allclose(output.features, live.features, atol=1e-5)
+    bytes_of_arrays = sum((tmp_path / f"{n}.npy").stat().st_size for n in ("hidden", "features"))
+    assert abs(bytes_of_arrays - estimate(rows, 12, TARGET.width, 2, np.float32)) < 1000
+    with pytest.raises(ValueError, match="another shape"):
+        cached(tmp_path, rows, TARGET, target_params(), features=(0,), dtype=np.float32)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: (0, 0, 10))
+    with pytest.raises(OSError, match="GB"):
+        cached(tmp_path / "full", rows, TARGET, target_params())
+
+
+def test_tau_is_that_of_decoding():
+    """A drafter equal to its target is always accepted; a bad one is not."""
+    perfect = Recipe(lambda *a: (), lambda *a: (), small(TARGET, num_draft=3))
+    run = acceptance(perfect, PROMPTS, target=TARGET, rule=RULES["rejection"], new_tokens=12)
+    found = run(target_params(), target_params())
+    assert found["tau_t0"] > 3.2 and found["accepted_t0_1"] > 0.9  # the last round of a row is cut
+    worse = acceptance(distil(), PROMPTS, target=TARGET, rule=RULES["rejection"], new_tokens=12, temperature=1.0)
+    assert 1 <= worse(small_params(), target_params())["tau_t1"] < found["tau_t0"]
+    with pytest.raises(ValueError, match="nothing that drafts"):
+        acceptance(target_recipe(SMALL), PROMPTS, target=TARGET, rule=RULES["rejection"])
+    assert distil().assemble(1, 2) == Params(2, 1)
+
+
+def test_export_reads_back(tmp_path):
+    """Grouped heads, tied and not, biases and query norms: what is loaded is what was trained, rounded."""
+    from helpers import tokenizer
+
+    from specjax.models.load import load
+
+    plain = TransformerConfig(32, 16, 2, 4, 2, 8, 32, 64)
+    for name, config in {
+        "tied": plain._replace(tied=True), "llama": plain, "qwen2": plain._replace(attention_bias=True),
+        "qwen3": plain._replace(qk_norm=True),
+    }.items():  # fmt: skip
+        params = jax.jit(language_model(config).init)(jax.random.key(0))
+        lm = load(save_directory(tmp_path / name, config, params, tokenizer()))
+        assert lm.config == config and lm.tokenizer.eos_ids == (31,)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(np.float16)), lm.params, params)
+    with pytest.raises(ValueError, match="cannot say all of"):
+        save_directory(tmp_path, plain._replace(window=4, sliding=(True, False)), params, tokenizer())
+    huge = jax.tree.map(lambda x: x * 1e9, jax.jit(language_model(plain).init)(jax.random.key(0)))
+    with pytest.raises(ValueError, match="NaN or what float16 cannot"):
+        save_directory(tmp_path, plain, huge, tokenizer())

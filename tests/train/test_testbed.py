@@ -1,0 +1,59 @@
+"""The testbed: prepared twice alike, rows short then long; and what is packaged loads."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax import zoo
+from specjax.models.transformer import language_model
+from specjax.train import stdlib, testbed
+from specjax.train.stdlib import Source
+
+PACKAGED = (Path(zoo.__file__).parent / "testbed" / "config.json").is_file()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A standard library of four modules."""
+    texts = [Source(f"m{i}.py", f"def f{i}(x):\n    return x + {i}\n" * 400) for i in range(4)]
+    monkeypatch.setattr(stdlib, "sources", lambda: (texts[:3], texts[3:]))
+    return texts
+
+
+def test_prepare(few, tmp_path):
+    bed, again = testbed.prepare(tmp_path), testbed.prepare(tmp_path)
+    assert bed.train.documents == 3 and bed.held_out.documents == 1
+    assert np.array_equal(bed.train.tokens, again.train.tokens)
+    first = bed.train.tokens[: bed.train.starts[1]].tolist()
+    assert first[-1] == 0 == bed.tokenizer.eos_ids[0] and bed.tokenizer.decode(first) == few[0].text
+    assert bed.train.provenance["modules"] == 3 and len(bed.train.provenance["sha256"]) == 64
+
+
+def test_rows_are_short_then_long(few, tmp_path):
+    rows = testbed.rows(testbed.prepare(tmp_path), testbed.SETTINGS._replace(steps=10))
+    shapes = [rows.at(step).tokens.shape for step in (0, 6, 7, 9)]
+    assert shapes == [(4, 512), (4, 512), (2, 1024), (2, 1024)]
+
+
+def test_the_model_is_as_small_as_it_says():
+    shapes = jax.eval_shape(language_model(testbed.CONFIG).init, jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == 1_967_808
+
+
+def test_no_such_package():
+    with pytest.raises(FileNotFoundError, match="no packaged weights 'nothing': there are"):
+        zoo.path("nothing")
+
+
+@pytest.mark.skipif(not PACKAGED, reason="the testbed is not trained yet")
+def test_the_packaged_testbed():
+    """Loads by name and continues Python."""
+    lm = specjax.load("testbed")
+    assert lm.config == testbed.CONFIG and lm.tokenizer.eos_ids == (0,)
+    text = "class Reader:\n    def __init__(self, stream):\n        self.stream = "
+    (out,) = specjax.generate(lm, None, [text], key=jax.random.key(0), max_new_tokens=1)
+    assert out.text.startswith("stream")
+    assert (Path(zoo.path("testbed")) / "card.md").is_file()
