@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from specjax.lossless.mutants import LADDER, matrix
+from specjax.lossless.faults.mutants import LADDER, matrix
 
 HEAD = "| mutant | family | what it does | subject | cheapest rung that finds it | samples |"
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from specjax.lossless import sampled
 from specjax.lossless.bias import bias
-from specjax.lossless.coins import coins
-from specjax.lossless.endings import endings
-from specjax.lossless.exact import exact
 from specjax.lossless.finding import FAIL, INCONCLUSIVE, PASS, SKIPPED, Finding
-from specjax.lossless.greedy import PERMUTATIONS, coupled, greedy, two_samples
 from specjax.lossless.lab import Lab, is_large, judge, settings, skipped
-from specjax.lossless.state import state
+from specjax.lossless.rungs import sampled
+from specjax.lossless.rungs.coins import coins
+from specjax.lossless.rungs.endings import endings
+from specjax.lossless.rungs.exact import exact
+from specjax.lossless.rungs.greedy import PERMUTATIONS, coupled, greedy, two_samples
+from specjax.lossless.rungs.state import state
+from specjax.lossless.rungs.streams import batch_mates, streams
 from specjax.lossless.statistics import two_sample
-from specjax.lossless.streams import batch_mates, streams
 from specjax.lossless.subject import Subject, without_drafts
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from specjax.lossless.faults.mutants import FAMILIES, LADDER, MUTANTS, SUBJECTS, how, matrix, planted, sound
 from specjax.lossless.finding import FAIL, PASS
 from specjax.lossless.lab import Lab, settings
 from specjax.lossless.ladder import RUNGS
-from specjax.lossless.mutants import FAMILIES, LADDER, MUTANTS, SUBJECTS, how, matrix, planted, sound
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mutant_matrix.md"
 

@@ -9,14 +9,14 @@ import pytest
 
 from specjax import keys
 from specjax.lossless import finding as findings_of
-from specjax.lossless import sampled
 from specjax.lossless.bias import bias
 from specjax.lossless.built_in import VOCABULARY, built_in
-from specjax.lossless.endings import bad_end
 from specjax.lossless.evidence import expected_acceptance
 from specjax.lossless.finding import FAIL, INCONCLUSIVE, PASS, SKIPPED
 from specjax.lossless.lab import FALSE_ALARM, STATISTICAL, Lab, Settings, judge, settings
 from specjax.lossless.ladder import CONTROLS, RUNGS, climb, worst
+from specjax.lossless.rungs import sampled
+from specjax.lossless.rungs.endings import bad_end
 from specjax.lossless.subject import decoded, laws, without_drafts
 from specjax.sampling import SamplingParams
 from specjax.types import EOS, LENGTH, Draft, Params
@@ -164,7 +164,7 @@ def test_witnesses_belong_to_their_tokens():
 
 def test_greedy_equality_tells_ties_from_faults():
     """A target whose two best tokens tie to the last bit, and one that is simply another model."""
-    from specjax.lossless.greedy import equal, margin
+    from specjax.lossless.rungs.greedy import equal, margin
 
     subject = lab().subject
     plain = without_drafts(subject._replace(sampling=SamplingParams()))

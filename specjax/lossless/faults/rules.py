@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.lossless.planting import Mutant, in_module, in_rule
+from specjax.lossless.faults.planting import Mutant, in_module, in_rule
 from specjax.types import Plan
 from specjax.verify import draw
 from specjax.verify import rejection as token

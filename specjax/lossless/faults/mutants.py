@@ -11,16 +11,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from specjax.lossless import faulty_engine, faulty_laws, faulty_rules
 from specjax.lossless.built_in import built_in
+from specjax.lossless.faults import engine, laws, rules
+from specjax.lossless.faults.planting import Mutant
 from specjax.lossless.finding import FAIL, Finding
 from specjax.lossless.lab import Lab, Settings, settings
 from specjax.lossless.ladder import CONTROLS, RUNGS
-from specjax.lossless.planting import Mutant
 from specjax.lossless.subject import Subject
 from specjax.sampling import SamplingParams
 
-MUTANTS: dict[str, Mutant] = {m.name: m for m in (*faulty_rules.MUTANTS, *faulty_laws.MUTANTS, *faulty_engine.MUTANTS)}
+MUTANTS: dict[str, Mutant] = {m.name: m for m in (*rules.MUTANTS, *laws.MUTANTS, *engine.MUTANTS)}
 
 FAMILIES = tuple(dict.fromkeys(m.family for m in MUTANTS.values()))
 

@@ -13,8 +13,8 @@ import numpy as np
 from specjax import keys
 from specjax.lossless.finding import Finding
 from specjax.lossless.lab import Lab, exactly, judge, skipped
+from specjax.lossless.rungs.streams import rows_of
 from specjax.lossless.statistics import two_sample
-from specjax.lossless.streams import rows_of
 from specjax.lossless.subject import Subject, decoded, laws, varied, without_drafts
 from specjax.verify import RULES
 

@@ -9,7 +9,7 @@ import numpy as np
 from specjax import decode, keys, trees
 from specjax.cache import rewind
 from specjax.drafters import small
-from specjax.lossless.planting import Mutant, in_draft, in_module, in_pass
+from specjax.lossless.faults.planting import Mutant, in_draft, in_module, in_pass
 from specjax.sampling import first_argmax
 from specjax.types import EOS, LENGTH, RUNNING
 from specjax.verify.draw import draw

@@ -15,9 +15,9 @@ import numpy as np
 
 from specjax import trees
 from specjax.lossless.finding import Finding
-from specjax.lossless.greedy import tolerance
 from specjax.lossless.lab import Lab, exactly
-from specjax.lossless.streams import rows_of
+from specjax.lossless.rungs.greedy import tolerance
+from specjax.lossless.rungs.streams import rows_of
 from specjax.lossless.subject import Subject, decoded, varied, without_drafts
 from specjax.types import Array, Draft, Drafter, KVCache, Params
 from specjax.verify import RULES

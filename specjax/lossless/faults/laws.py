@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax import decode, sampling
 from specjax.lossless.bias import bias
-from specjax.lossless.planting import Mutant, in_draft, in_module, in_noise, in_pass
+from specjax.lossless.faults.planting import Mutant, in_draft, in_module, in_noise, in_pass
 
 
 def law_changed(f):

@@ -1,0 +1,1 @@
+"""Planted faults, off the production path: what shipped elsewhere, and which rung finds it."""
