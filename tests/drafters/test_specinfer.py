@@ -289,7 +289,7 @@ def test_trees_give_plains_tokens(kind, rule):
 def test_two_models_give_plains_tokens(kind):
     """And together they need fewer rounds than the first one twice."""
     drafter = tree(kind, (2, 1, 1), (h.SMALL, h.SMALL))
-    assert drafter.children == {"iid": "independent"}.get(kind, kind) and drafter.num_nodes == 12
+    assert drafter.children == ("point" if kind == "point" else "independent") and drafter.num_nodes == 12
     result = mixed(drafter, "coupled", h.small_params(), other_params())
     assert_equal_to_plain(result, "coupled")
     again = mixed(drafter, "coupled", h.small_params(), h.small_params())
@@ -355,16 +355,19 @@ LAWS = [
     ("iid", "k_seq", 1),
     ("without_replacement", "traversal", 1),
     ("sampled_then_top", "greedy_multi_draft", 1),
+    ("point", "target_match", 1),
     ("iid", "recursive", 2),
 ]
 
 
 @pytest.mark.parametrize(("kind", "rule", "count"), LAWS)
-def test_the_law_of_three_tokens(kind, rule, count):
-    """Joint chi-square of 64 cells; the second model's children go to the first one's nodes, as do those of twins."""
+def test_S07_the_law_of_three_tokens(kind, rule, count):
+    """Each way of drawing children with a rule that fits it keeps the law.
+
+    Joint chi-square of 64 cells; the second model's children go to the first one's nodes, as do those of twins."""
     drafter, own = tree(kind, (2, 1), (h.table_model(4, 2),) * count), (random_table(13), random_table(14))[:count]
     statistic, accepted = chi_square_of_three_tokens(drafter, rule, *own)
-    assert statistic < CRITICAL and 0.5 < accepted < 1
+    assert statistic < CRITICAL and 0.3 < accepted < 1
 
 
 def test_models_that_share_their_noise_are_caught(monkeypatch):
