@@ -43,7 +43,7 @@ def is_large(subject: Subject) -> bool:
 def settings(subject: Subject, *, quick: bool, seed: int) -> Settings:
     """Sizes by the cost of a token: a table's are free, 12,000 of a real model see a bias of TV .02."""
     if is_large(subject):
-        rows, new, batch = (48, 64, 24) if quick else (256, 64, 32)
+        rows, new, batch = (48, 64, 24) if quick else (288, 64, 32)
         return Settings(rows, new, batch, 0.05 if quick else 0.02, 8, 16 if quick else 48, min(rows, 128), seed)
     rows = 4096 if quick else 32_768
     return Settings(rows, 8, min(rows, 8192), 0.05 if quick else 0.02, 64, 16, 512, seed)

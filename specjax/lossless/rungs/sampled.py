@@ -143,12 +143,15 @@ def drafted(lab: Lab) -> Finding:
     there = e.witness >= 0
     if not there.any():
         return skipped(name, looked, "nothing was drafted")
-    return _direction(lab, name, looked, (e.y == e.witness)[there], e.witness_p[there].astype(np.float64))
+    hit, p = (e.y == e.witness)[there], e.witness_p[there].astype(np.float64)
+    return _direction(lab, name, looked, hit, p, float(there.mean()))
 
 
-def _direction(lab: Lab, name: str, looked: str, hit: np.ndarray, p: np.ndarray) -> Finding:
+def _direction(lab: Lab, name: str, looked: str, hit: np.ndarray, p: np.ndarray, share: float = 1.0) -> Finding:
+    """The test of 1[hit] - p over a `share` of all tokens; a bias of x on these is one of x * share per token."""
     p = np.clip(p, 0, 1)
     test = martingale_test(hit - p, p * (1 - p), alpha=lab.how.alpha, unit="TV of a token")
+    test = test._replace(effect=test.effect * share)
     return judge(name, looked, test, lab.how, f"mean {np.mean(hit - p):+.4f}", lab.how.wanted)
 
 
@@ -161,6 +164,8 @@ def acceptance(lab: Lab) -> Finding:
         return skipped(name, looked, f"no closed form is known at one node of {lab.subject.names.rule}")
     watch = lab.taken.info.probed
     came = watch.tested
-    test = martingale_test(watch.surplus[came], watch.variance[came], alpha=lab.how.alpha, unit="mean acceptance")
+    test = martingale_test(watch.surplus[came], watch.variance[came], alpha=lab.how.alpha, unit="accepted per token")
+    tokens = max(1, int((lab.taken.length - lab.taken.start).sum()))
+    test = test._replace(effect=test.effect * came.sum() / tokens)  # of a node -> of an emitted token
     mean = float(watch.surplus[came].mean()) if came.any() else 0.0
     return judge(name, looked, test, lab.how, f"mean {mean:+.4f}", lab.how.wanted)
