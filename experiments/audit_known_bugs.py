@@ -18,7 +18,8 @@ import numpy as np
 
 from specjax import trees
 from specjax.lossless import law
-from specjax.lossless.audit import audit, point, rule_sampler, sampled, without_replacement
+from specjax.lossless.audit import audit, rule_sampler
+from specjax.lossless.drawn import iid, point, without_replacement
 from specjax.types import CHILDREN, Plan, Rule
 from specjax.verify import RULES, block, recursive, rejection, target_match
 from specjax.verify.common import at_tokens, normalised, ratio, residual, top_down
@@ -162,8 +163,8 @@ def by_depth(*rows):
 
 
 HALF, P3, Q3 = always(0.5, 0.5), always(0.1, 0.6, 0.3), always(0.5, 0.25, 0.25)
-THIRDS, UNEVEN = (always(1 / 3, 2 / 3), sampled(always(2 / 3, 1 / 3))), ((1 / 9, 2 / 9), (1 / 3, 1 / 3))
-BY_RATIO = sampled(Q3)  # refused only when 0 was drawn, .5 (1 - .1/.5) = .4; the residual is (0, .35, .05)/.4 = (0, .875, .125)
+THIRDS, UNEVEN = (always(1 / 3, 2 / 3), iid(always(2 / 3, 1 / 3))), ((1 / 9, 2 / 9), (1 / 3, 1 / 3))
+BY_RATIO = iid(Q3)  # refused only when 0 was drawn, .5 (1 - .1/.5) = .4; the residual is (0, .35, .05)/.4 = (0, .875, .125)
 
 FAULTS = [
     # The draft is always 0; kept with (1/2)/(3/4) = 2/3; the residual of (1/2, 1/2) - (3/4, 1/4) is all on 1.
@@ -181,7 +182,7 @@ FAULTS = [
         "tpu-inference, by reading",
         wrong_target([16 / 29, 9 / 29, 4 / 29, 0]),
         always(0.64, 0.36, 0, 0),
-        sampled(always(0.25, 0.25, 0.25, 0.25)),
+        iid(always(0.25, 0.25, 0.25, 0.25)),
         [16 / 29, 9 / 29, 4 / 29, 0],
     ),
     # Kept with 1 - (1 - 1/2)^2 = 3/4; the residual of a point mass at 0 is all on 1.
@@ -193,7 +194,7 @@ FAULTS = [
         "vllm-ascend #7807",
         rule(unscaled),
         by_depth((0.5, 0.5, 0), (0, 0.5, 0.5)),
-        sampled(by_depth((1, 0, 0), (0.75, 0.25, 0))),
+        iid(by_depth((1, 0, 0), (0.75, 0.25, 0))),
         [[0, 1 / 4 + 1 / 12, 1 / 4 - 1 / 12], [0, 1 / 4, 1 / 4], [0, 0, 0]],
         (-1, 0),
     ),

@@ -7,7 +7,7 @@ of a round against the truth.  Rows depend on the context, so that a row read fr
     def theirs(key, draft_tokens, p_rows, q_rows):  # [N], [N+1, V], [N, V]
         return their_sampler(p_rows, q_rows, draft_tokens, seed=int(jax.random.bits(key)))  # 1 to K+1 tokens
 
-    audit(theirs, p=random_law(1, 4), q=sampled(random_law(2, 4)), vocab_size=4, num_draws=20_000, key=jax.random.key(0))
+    audit(theirs, p=random_law(1, 4), q=iid(random_law(2, 4)), vocab_size=4, num_draws=20_000, key=jax.random.key(0))
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def audit(
       sampler: vmapped under one jit if it can be traced and gives (tokens [K+1], count), as for arrays of jax; else called
         in a loop on NumPy arrays and a key.  All its randomness must come from the key.
       p: the target: prefix -> p [V].
-      q: what drafts are really drawn from, given the prefix and earlier siblings: `sampled`, `point`, `truncated`.
+      q: what drafts are really drawn from, given the prefix and earlier siblings; see `drawn`.
       vocab_size: V; V^N drafts are listed, at most 100,000.
       num_draws: rounds.
       key: a typed key.
@@ -188,44 +188,3 @@ def _depth(parents: np.ndarray) -> int:
     for parent in parents:
         depths.append(1 if parent < 0 else 1 + depths[parent])
     return max(depths, default=0)
-
-
-def random_law(seed: int, vocab_size: int) -> Target:
-    """A target whose every row depends on its whole prefix; Dirichlet(.6), so that rows are uneven."""
-
-    def p(prefix: tuple[int, ...]) -> np.ndarray:
-        return np.random.default_rng([seed, *[x + 1 for x in prefix]]).dirichlet(np.full(vocab_size, 0.6))
-
-    return p
-
-
-def sampled(q: Target) -> Proposal:
-    """Drafts drawn from q, siblings each by itself."""
-    return lambda prefix, siblings=(): np.asarray(q(prefix), float)
-
-
-def point(q: Target) -> Proposal:
-    """Drafts without chance: the argmax of q, siblings the next best ones."""
-    return lambda prefix, siblings=(): np.eye(len(q(prefix)))[np.argsort(-np.asarray(q(prefix)), kind="stable")[len(siblings)]]
-
-
-def truncated(q: Target, k: int) -> Proposal:
-    """Drafts drawn from the k most probable tokens of q (top-k sampling)."""
-
-    def draw_from(prefix, siblings=()):
-        row = np.asarray(q(prefix), float)
-        kept = np.where(np.argsort(np.argsort(-row, kind="stable")) < k, row, 0)
-        return kept / kept.sum()
-
-    return draw_from
-
-
-def without_replacement(q: Target) -> Proposal:
-    """Siblings drawn one after the other from q without those before."""
-
-    def draw_from(prefix, siblings=()):
-        row = np.array(q(prefix), float)
-        row[list(siblings)] = 0
-        return row / row.sum()
-
-    return draw_from

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import DRAWN, TOLERANCE, distance, table
+from laws import TOLERANCE, distance, table
 
 from specjax import decode, trees
 from specjax.drafters import specinfer as module
 from specjax.drafters.siblings import SIBLINGS
 from specjax.drafters.specinfer import load, specinfer
+from specjax.lossless.drawn import DRAWN
 from specjax.models.load import LM
 from specjax.types import Params, Sequences
 from specjax.verify import RULES

@@ -11,7 +11,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "experiments"))
 
 import audit_known_bugs as bugs  # noqa: E402
 
-from specjax.lossless.audit import audit, point, random_law, rule_sampler, sampled, truncated  # noqa: E402
+from specjax.lossless.audit import audit, rule_sampler  # noqa: E402
+from specjax.lossless.drawn import iid, point, random_law, truncated  # noqa: E402
 from specjax.lossless.finding import FAIL, INCONCLUSIVE, PASS  # noqa: E402
 from specjax.lossless.statistics import binomial_interval  # noqa: E402
 from specjax.verify import RULES  # noqa: E402
@@ -47,7 +48,7 @@ def test_known_faults_fail_on_the_bench(fault):
         assert low <= probability <= high
 
 
-@pytest.mark.parametrize("way", [sampled, point, lambda q: truncated(q, 2)], ids=["sampled", "point", "top 2"])
+@pytest.mark.parametrize("way", [iid, point, lambda q: truncated(q, 2)], ids=["sampled", "point", "top 2"])
 @pytest.mark.parametrize("name", ["rejection", "block", "coupled"])
 def test_our_rules_pass(name, way):
     kw = dict(p=random_law(1, V), q=way(random_law(2, V)), vocab_size=V, num_draws=100_000, key=jax.random.key(3))
@@ -82,7 +83,7 @@ def past_the_vocabulary(key, draft_tokens, p_rows, q_rows):
     return [V]
 
 
-def bench(sampler, q=sampled, num_draws=3000, **facts):
+def bench(sampler, q=iid, num_draws=3000, **facts):
     facts = dict(p=random_law(1, V), vocab_size=V, key=jax.random.key(0)) | facts
     return audit(sampler, q=q(random_law(2, V)), num_draws=num_draws, **facts)
 
@@ -97,7 +98,7 @@ def test_code_that_jax_cannot_trace():
 
 def test_a_false_report_of_q_is_seen():
     """A sound rule that is told the wrong law of the draft is biased: transformers #47932."""
-    told = sampled(random_law(2, V))
+    told = iid(random_law(2, V))
     report = bench(rule_sampler(RULES["rejection"]), lambda q: truncated(q, 2), 20_000, told=told)
     assert report.finding.status == FAIL
     with pytest.raises(ValueError, match="100000"):

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import TOLERANCE, V, constant, distance, iid, point, table
+from laws import TOLERANCE, V, constant, distance, table
 
 from specjax import trees
 from specjax.lossless import law
+from specjax.lossless.drawn import iid, point
 from specjax.types import Draft
 from specjax.verify import RULES, rejection
 from specjax.verify.common import at_tokens, ratio, top_down

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import DRAWN, V, table
+from laws import V, table
 
 from specjax import trees
 from specjax.lossless import law
+from specjax.lossless.drawn import DRAWN
 from specjax.types import Draft
 from specjax.verify import RULES, draw, limits
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import DRAWN, TOLERANCE, constant, distance, iid, point, ranked, table, without_replacement
+from laws import TOLERANCE, constant, distance, table
 
 from specjax import trees
 from specjax.lossless import law
+from specjax.lossless.drawn import DRAWN, iid, point, ranked, without_replacement
 from specjax.types import Draft
 from specjax.verify import RULES, recursive, target_match
 from specjax.verify.limits import path_sum

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.lossless.drawn import DRAWN
 from specjax.lossless.finding import Finding
 from specjax.lossless.lab import Lab, exactly, skipped
 from specjax.lossless.law import draft_probability
-from specjax.lossless.rungs.exact import CHAINS, DRAWN, TREES, V, pairs
+from specjax.lossless.rungs.exact import CHAINS, TREES, V, pairs
 from specjax.types import Draft
 from specjax.verify import draw
 

@@ -6,12 +6,10 @@ whose children are drawn as the subject's drafter draws them, with zeros, equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 
-from specjax.lossless import law
+from specjax.lossless import drawn, law
 from specjax.lossless.finding import Finding
 from specjax.lossless.lab import Lab, exactly, skipped
 from specjax.lossless.law import Proposal, Target
@@ -21,73 +19,13 @@ TOLERANCE = 1e-12
 CHAINS = ((-1, 0, 1), (-1, 0, -2))
 TREES = ((-1, -1, 0, 1), (-1, -1, 0, -2))
 
-Q = Callable[[tuple[int, ...]], np.ndarray]  # (prefix) -> the drafter's law
+
+def random_law(seed: int, *, zeros: bool) -> Target:
+    """A law over V tokens."""
+    return drawn.random_law(seed, V, zeros=zeros, concentration=0.8)
 
 
-def random_law(seed: int, *, zeros: bool) -> Q:
-    """A law that depends on the whole prefix, some entries of it zero."""
-    rows: dict[tuple[int, ...], np.ndarray] = {}
-
-    def p(prefix):
-        if prefix not in rows:
-            rng = np.random.default_rng([seed, *[x + 1 for x in prefix]])
-            w = rng.dirichlet(np.full(V, 0.8))
-            if zeros and rng.random() < 0.5:
-                w[rng.integers(V)] = 0
-            rows[prefix] = w / w.sum()
-        return rows[prefix]
-
-    return p
-
-
-def _drawn_iid(q: Q) -> Proposal:
-    return lambda prefix, siblings: q(prefix)
-
-
-def _drawn_independently(q: Q) -> Proposal:
-    other = random_law(77, zeros=True)
-    return lambda prefix, siblings: (other if siblings else q)(prefix)
-
-
-def _drawn_without_replacement(q: Q) -> Proposal:
-    def draw(prefix, siblings):
-        w = np.array(q(prefix))
-        w[list(siblings)] = 0
-        return w / w.sum() if w.sum() > 0 else np.full(V, 1 / V)
-
-    return draw
-
-
-def _ranked(q: np.ndarray, rank: int) -> np.ndarray:
-    return np.eye(V)[np.argsort(-q, kind="stable")[rank]]
-
-
-def _drawn_by_rank(q: Q) -> Proposal:
-    return lambda prefix, siblings: _ranked(q(prefix), len(siblings))
-
-
-def _drawn_then_top(q: Q) -> Proposal:
-    """The first sibling from all but the top one, the second is the top one."""
-
-    def draw(prefix, siblings):
-        best = _ranked(q(prefix), 0)
-        rest = np.where(best > 0, 0, q(prefix))
-        return best if siblings or rest.sum() == 0 else rest / rest.sum()
-
-    return draw
-
-
-DRAWN: dict[str, Callable[[Q], Proposal]] = {
-    "point": _drawn_by_rank,
-    "iid": _drawn_iid,
-    "independent": _drawn_independently,
-    "without_replacement": _drawn_without_replacement,
-    "sampled_then_top": _drawn_then_top,
-}
-"""By a drafter's `children`: the law of a node given the prefix at its parent and its earlier siblings there."""
-
-
-def pairs(children: str) -> list[tuple[str, Target, Q]]:
+def pairs(children: str) -> list[tuple[str, Target, Target]]:
     """Laws of target and drafter to try, by name."""
     full = children in ("without_replacement", "sampled_then_top")  # these need as many tokens as siblings
     p, q = random_law(1, zeros=True), random_law(2, zeros=not full)
@@ -97,7 +35,7 @@ def pairs(children: str) -> list[tuple[str, Target, Q]]:
     return found
 
 
-def _half(law_of: Q, which: int) -> Q:
+def _half(law_of: Target, which: int) -> Target:
     def p(prefix):
         w = np.where(np.arange(V) % 2 == which, law_of(prefix) + 0.1, 0)
         return w / w.sum()
@@ -120,7 +58,7 @@ def exact(lab: Lab) -> Finding:
     with lab.subject.plant(), jax.enable_x64(True):
         for shape in shapes:
             for title, p, q in pairs(drafter.children):
-                distance = off_by(mine, shape, p, DRAWN[drafter.children](q), point=point)
+                distance = off_by(mine, shape, p, drawn.DRAWN[drafter.children](q), point=point)
                 cases += 1
                 if not distance <= worst:  # NaN too
                     worst, where = distance, f"{title}, parents {list(shape)}"
