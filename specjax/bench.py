@@ -85,6 +85,7 @@ class Result(NamedTuple):
     contender: Contender
     temperature: float
     stats: Statistics  # pooled over all rounds of all prompts
+    tau: Interval  # its mean_acceptance_length
     tokens_per_second: float  # of whole calls
     prefill_ms: float  # mean of a batch
     itl_ms: float  # decoding time per emitted token
@@ -170,6 +171,7 @@ def _result(contender: Contender, samples: list[Sample], plain: list[Sample], sa
         contender=contender,
         temperature=sampling.temperature,
         stats=merge([c.stats for s in samples for c in s.completions]),
+        tau=tau(samples),
         tokens_per_second=tokens / sum(s.seconds for s in samples),
         prefill_ms=1e3 * sum(s.prefill_seconds for s in samples) / len(samples),
         itl_ms=1e3 * sum(s.decode_seconds for s in samples) / tokens,
@@ -180,8 +182,8 @@ def _result(contender: Contender, samples: list[Sample], plain: list[Sample], sa
     )
 
 
-def speedup(plain: Sequence[Sample], samples: Sequence[Sample], *, draws: int = 2000, seed: int = 0) -> Interval:
-    """Seconds per token of `plain` over those of `samples`, batch by batch the same prompts; resampled `draws` times."""
+def speedup(plain: Sequence[Sample], samples: Sequence[Sample]) -> Interval:
+    """Seconds per token of `plain` over those of `samples`, batch by batch the same prompts."""
     seconds = np.asarray([[s.seconds for s in several] for several in (plain, samples)])  # [2, batches]
     tokens = np.asarray([[s.num_tokens for s in several] for several in (plain, samples)])
 
@@ -189,8 +191,20 @@ def speedup(plain: Sequence[Sample], samples: Sequence[Sample], *, draws: int = 
         cost = seconds[:, index].sum(-1) / np.maximum(tokens[:, index].sum(-1), 1)
         return cost[0] / cost[1]
 
-    each = np.arange(len(plain))
-    low, high = np.percentile(ratio(np.random.default_rng(seed).integers(0, len(each), (draws, len(each)))), [2.5, 97.5])
+    return interval(ratio, len(plain))
+
+
+def tau(samples: Sequence[Sample]) -> Interval:
+    """Mean acceptance length: 1 + accepted drafts over rounds."""
+    each, names = [[c.stats for c in s.completions] for s in samples], ("num_accepted_draft_tokens", "num_spec_steps")
+    accepted, steps = (np.asarray([sum(getattr(one, name) for one in batch) for batch in each]) for name in names)
+    return interval(lambda index: 1 + accepted[index].sum(-1) / np.maximum(steps[index].sum(-1), 1), len(samples))
+
+
+def interval(ratio: Callable, count: int, *, draws: int = 2000, seed: int = 0) -> Interval:
+    """`ratio` of all `count` batches, and its percentiles where they are drawn anew, with replacement, `draws` times."""
+    each = np.arange(count)
+    low, high = np.percentile(ratio(np.random.default_rng(seed).integers(0, count, (draws, count))), [2.5, 97.5])
     return Interval(float(ratio(each)), float(low), float(high))
 
 
@@ -265,6 +279,7 @@ def record(result: Result) -> dict:
         "itl_ms": result.itl_ms,
         "prefill_ms": result.prefill_ms,
         "speedup": result.speedup._asdict(),
+        "tau": result.tau._asdict(),
         "same_tokens_as_plain": result.same_tokens_as_plain,
         "lossless": result.lossless,
         "num_prompts": sum(len(s.completions) for s in result.samples),

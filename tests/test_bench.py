@@ -43,6 +43,17 @@ def test_speedup_is_a_ratio_of_sums_with_an_interval_over_prompts():
     assert bench.speedup([sample(2.0, 10)] * 6, several) == (mean, low, high)  # a fixed seed
 
 
+def test_tau_has_an_interval_over_prompts():
+    def answered(*accepted):
+        stats = statistics(RoundInfo(*np.asarray([[3] * len(accepted), accepted, [a + 1 for a in accepted]])), 3)
+        return bench.Sample([Completion("", [], "length", [1], stats)], 1, 1)
+
+    mean, low, high = bench.tau([answered(3, 3), answered(0), answered(0, 0, 0)] * 4)
+    assert mean == 1 + 6 / 6
+    assert 1 < low < 1.8 and 2.2 < high < 3.2
+    assert bench.tau([answered(2, 1, 0), answered(1, 1)]) == (2.0, 2.0, 2.0)
+
+
 def test_same_tokens():
     assert bench.same_tokens([sample(1, 3), sample(1, 2)], [sample(2, 3), sample(1, 2)])
     assert not bench.same_tokens([sample(1, 3), sample(1, 2)], [sample(1, 3), sample(1, 1)])

@@ -1,0 +1,111 @@
+"""How many tokens a round do trained drafters yield on held-out prompts, and does it pay here?
+
+Question: with one target, the same prompts, K and rules, greedy and at temperature 1: tau of every method with its interval
+over prompts, the speed-up on this machine, and the tau at which it would break even with plain decoding.
+
+Command:    python experiments/trained_methods.py --model testbed --out testbed.md                 # held-out modules
+            python experiments/trained_methods.py --model smollm2-135m --prompts SPEC_BENCH.jsonl --out smollm2.md
+            ... --methods medusa,hydra --num-draft 4 --count 8 --new-tokens 32                     # smaller
+Run time:   {run_time}
+Expected:   every method greedy has plain decoding's tokens ("same"); trained ones above n-gram and early_exit at T = 1
+
+Break-even: a round costs T_draft + T_verify and yields tau tokens, where plain decoding yields one for T_plain; so they are
+even at tau = (T_draft + T_verify) / T_plain.  All three are measured here, on a state halfway through a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import specjax
+from specjax import bench
+from specjax.demo import chat
+from specjax.prompts import load_prompts, select
+from specjax.sampling import SamplingParams
+from specjax.train import stdlib
+
+METHODS = "ngram,early_exit,small,blockwise,medusa,hydra,mtp"
+
+
+def of_modules(lm, count, length=96):
+    """Stretches of held-out modules of the standard library, one a module while there are enough: (category, ids)."""
+    rng, found = np.random.default_rng(0), []
+    texts = [lm.tokenizer.encode(source.text) for source in stdlib.sources()[1]]
+    texts = [ids for ids in texts if len(ids) > 2 * length]
+    for n in range(count):
+        ids = texts[n % len(texts)]
+        begin = int(rng.integers(0, len(ids) - 2 * length))
+        found.append(("code", ids[begin : begin + length]))
+    return found
+
+
+def of_file(path, count):
+    """First turns, taken from every category in turn, as chats: (category, messages)."""
+    return [(row.category, chat(row.turns[0])) for row in select(load_prompts(path), limit=count)]
+
+
+def measure(lm, contenders, prompts, temperature, new_tokens):
+    """Rows of one temperature."""
+    work = bench.Work([p for _, p in prompts], jax.random.key(0), new_tokens, SamplingParams(temperature=temperature))
+    show = lambda done, total, label: print(f"T={temperature:g} {done}/{total} {label}", end="\r", file=sys.stderr, flush=True)
+    results = bench.compare(lm, contenders, work, progress=show)
+    passes = [bench.pass_times(lm, r.contender, work) for r in results]
+    kinds = sorted({kind for kind, _ in prompts})
+    rows = []
+    for r, cost in zip(results, passes, strict=True):
+        each = {k: bench.tau([s for s, (kind, _) in zip(r.samples, prompts, strict=True) if kind == k]).mean for k in kinds}
+        even = (cost.draft_ms + cost.verify_ms) / passes[0].verify_ms
+        rows.append({**bench.record(r._replace(passes=cost)), "break_even": even, "tau_by_category": each})
+    return rows
+
+
+def markdown(rows):
+    """One line a method and temperature."""
+    heads = ["T", "method", "rule", "nodes", "parameters", "tau [95 %]", "acceptance by position", "same", "speed-up [95 %]"]
+    lines = ["| " + " | ".join([*heads, "draft / verify ms", "breaks even at tau"]) + " |", "|---" * 11 + "|"]
+    for r in rows:
+        tau, fast = ("{mean:.2f} [{low:.2f}, {high:.2f}]".format(**r[name]) for name in ("tau", "speedup"))
+        rates = " ".join(f"{x:.2f}" for x in r["per_position_acceptance_rate"])
+        same = {True: "yes", False: "no", None: "-"}[r["same_tokens_as_plain"]]
+        cells = [f"{r['temperature']:g}", r["method"], r["rule"], r["nodes"], f"{r['parameters']:,}", tau, rates, same, fast]
+        cells += [f"{r['t_draft_ms']:.2f} / {r['t_verify_ms']:.2f}", f"{r['break_even']:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="testbed")
+    parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--num-draft", type=int, default=4)
+    parser.add_argument("--count", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--out", type=Path, default=Path("trained_methods.md"), help="the table; .json beside it has all numbers")
+    args = parser.parse_args()
+    lm = specjax.load(args.model)
+    prompts = of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)
+    contenders = []
+    for name in args.methods.split(","):
+        loaded = specjax.load_drafter(name, lm, num_draft=args.num_draft)
+        contenders.append(bench.Contender(name, loaded, loaded.rule))
+    facts = {c.method: (c.loaded.card.extra_parameters, c.loaded.drafter.num_nodes) for c in contenders}
+    rows = []
+    for temperature in map(float, args.temperatures.split(",")):
+        rows += measure(lm, contenders, prompts, temperature, args.new_tokens)
+    for row in rows:
+        row["parameters"], row["nodes"] = facts.get(row["method"], (0, 0))
+    args.out.write_text(markdown(rows), "utf-8")
+    args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
