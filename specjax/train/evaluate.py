@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from specjax.metrics import cut, statistics
 from specjax.sampling import SamplingParams
 from specjax.train.loop import Evaluate
 from specjax.train.packing import Batches
-from specjax.types import LanguageModel, RoundInfo, Rule
+from specjax.types import Drafter, LanguageModel, Params, RoundInfo, Rule
 
 
 def held_out(recipe: Recipe, batches: Batches, *, steps: int, target: LanguageModel | None = None) -> Evaluate:
@@ -59,6 +59,37 @@ def acceptance(
     drafter = recipe.drafter
     if drafter is None:
         raise ValueError("this recipe trains nothing that drafts: leave acceptance out")
+    heat: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "eos_ids": eos_ids, "seed": seed}
+    decoded = decoding(prompts, target=target, drafter=drafter, rule=rule, **heat)
+
+    def run(params, target_params):
+        log = decoded(recipe.assemble(params, target_params))
+        rows = [RoundInfo(*(np.asarray(x)[row] for x in log[:3])) for row in range(len(prompts))]
+        stats = statistics([cut(row, new_tokens) for row in rows], drafter.depth)
+        name = f"t{temperature:g}"
+        rates = {f"accepted_{name}_{k + 1}": x for k, x in enumerate(stats.per_position_acceptance_rate)}
+        return {f"tau_{name}": stats.mean_acceptance_length, **rates}
+
+    return run
+
+
+def decoding(
+    prompts: Sequence[Sequence[int]],
+    *,
+    target: LanguageModel,
+    drafter: Drafter,
+    rule: Rule,
+    new_tokens: int,
+    temperature: float,
+    eos_ids: Sequence[int] = (),
+    seed: int = 0,
+    probe: Callable | None = None,
+) -> Callable[[Params], RoundInfo]:
+    """(params) -> the rounds [B, R] of decoding all prompts together; compiled once.
+
+    Raises:
+      ValueError: target, drafter and rule do not fit.
+    """
     decode.check(target, drafter, rule)
     lengths = np.asarray([len(p) for p in prompts], np.int32)
     capacity = decode.capacity_for(int(lengths.max()) + new_tokens, drafter)
@@ -69,21 +100,57 @@ def acceptance(
     static: dict[str, Any] = {"target": target, "drafter": drafter}
 
     @jax.jit
-    def go(params, tokens, lengths, eos, key, params_of_sampling):
-        state = decode.start(params, tokens, lengths, lengths + new_tokens, eos, key, params_of_sampling, **static)
+    def go(params, tokens, lengths, eos, key, law):
+        state = decode.start(params, tokens, lengths, lengths + new_tokens, eos, key, law, **static)
         state = decode.prefill(params, state, chunk=64, **static)
-        return decode.run(params, state, jnp.asarray(new_tokens), rule=rule, max_rounds=new_tokens, **static)[1]
+        rounds = jnp.asarray(new_tokens)
+        return decode.run(params, state, rounds, rule=rule, max_rounds=new_tokens, probe=probe, **static)[1]
 
     request = keys.request_keys(jax.random.key(seed), jnp.arange(len(prompts)))
-    each = sampling.stack([SamplingParams(temperature=temperature)] * len(prompts), target.vocab_size)
+    law = sampling.stack([SamplingParams(temperature=temperature)] * len(prompts), target.vocab_size)
     inputs = [jnp.asarray(x) for x in (tokens, lengths, eos)]
+    return lambda params: go(params, *inputs, request, law)
 
-    def run(params, target_params):
-        log = go(recipe.assemble(params, target_params), *inputs, request, each)
-        rows = [RoundInfo(*(np.asarray(x)[row] for x in log[:3])) for row in range(len(prompts))]
-        stats = statistics([cut(row, new_tokens) for row in rows], drafter.depth)
-        name = f"t{temperature:g}"
-        rates = {f"accepted_{name}_{k + 1}": x for k, x in enumerate(stats.per_position_acceptance_rate)}
-        return {f"tau_{name}": stats.mean_acceptance_length, **rates}
 
-    return run
+def comb(depth: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Rank paths of a chain of best candidates, with the `ranks` best below each of its nodes: a tree that measures ranks.
+
+    >>> comb(2, 2)
+    ((0,), (1,), (0, 0), (0, 1))
+    """
+    return tuple((0,) * level + (rank,) for level in range(depth) for rank in range(ranks))
+
+
+def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]], *, ranks: int, **settings) -> np.ndarray:
+    """How often the candidate of each rank is accepted, given that its parent was: [depth, ranks], from real decoding.
+
+    What `trees.best_first` builds a static tree from (its mean over depths, `trees.sequoia`).  Measure on prompts that are
+    neither trained on nor reported.
+
+    Args:
+      drafter: with the tree `comb(depth, ranks)`.
+      params: of target and drafter.
+      prompts: token ids.
+      ranks: candidates at each depth.
+      **settings: of `decoding`: target, rule, new_tokens, temperature.
+
+    Raises:
+      ValueError: the drafter's tree is another.
+    """
+    if (drafter.num_nodes, drafter.chain) != (drafter.depth * ranks, ranks == 1):
+        raise ValueError(
+            f"a tree of {drafter.num_nodes} nodes is not comb({drafter.depth}, {ranks}): build the drafter with it"
+        )
+    log = decoding(prompts, drafter=drafter, probe=_accepted_rows, **settings)(params)
+    path, accepted = (np.asarray(x)[np.asarray(log.emitted) > 0] for x in log.probed)  # [rounds, depth + 1], [rounds]
+    rates = np.zeros((drafter.depth, ranks))
+    for level in range(drafter.depth):
+        best = level * ranks + 1  # block row of the best candidate; those of the level follow it
+        there = np.ones(len(path), bool) if level == 0 else (accepted >= level) & (path[:, level] == best - ranks)
+        rank = path[there & (accepted > level), level + 1] - best
+        rates[level] = np.bincount(rank, minlength=ranks) / max(there.sum(), 1)
+    return rates
+
+
+def _accepted_rows(draft, log_p, verdict) -> tuple:
+    return verdict.path, verdict.num_accepted

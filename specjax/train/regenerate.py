@@ -66,8 +66,11 @@ def regenerate(
     loaded = plain(lm) if drafter is None else drafter
     answer = answerer(lm, loaded, how)
     barred, shown = {_plain(text) for text in forbidden}, []
+    refused = [not ask(begun(item, barred), lm, how)[1] for item in conversations]
+    order = np.argsort(refused, kind="stable").tolist()  # those that can be asked first: their batches are full
 
-    def make(numbers: range) -> list[Item]:
+    def make(places: range) -> list[Item]:
+        numbers = [order[i] for i in places]
         found = converse(lm, [conversations[i] for i in numbers], numbers, answer, how, barred)
         kept = [item for item in found if isinstance(item, Document)]
         if kept and not shown:
@@ -121,7 +124,9 @@ class Talk(NamedTuple):
     error: bool = False
 
 
-def converse(lm: LM, items: Sequence[Conversation], numbers: range, answer: Callable, how: Answers, barred: set) -> list[Item]:
+def converse(
+    lm: LM, items: Sequence[Conversation], numbers: Sequence[int], answer: Callable, how: Answers, barred: set
+) -> list[Item]:  # fmt: skip
     """Every conversation with new answers, turn by turn, the turns of all together."""
     talks = [begun(item, barred) for item in items]
     for turn in range(how.turns):

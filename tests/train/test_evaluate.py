@@ -1,0 +1,63 @@
+"""Rates by rank, measured in decoding, from which trees are built."""
+
+import helpers as h
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters.medusa import medusa
+from specjax.train.evaluate import comb, rank_rates
+from specjax.types import Params
+from specjax.verify import RULES
+
+PARAMS = Params(h.target_params(), h.trained("medusa"))
+
+
+def rates(depth, ranks, drafter=None, **settings):
+    drafter = drafter or medusa(h.TARGET, paths=comb(depth, ranks))
+    settings = {"rule": RULES["target_match"], "new_tokens": 12, "temperature": 0.0, **settings}
+    return rank_rates(drafter, PARAMS, h.PROMPTS, ranks=ranks, target=h.TARGET, **settings)
+
+
+def test_the_candidate_of_some_rank_is_right():
+    """With every token a candidate, one of them is accepted at each depth, and the ranks say which: the tokens themselves."""
+    found = rates(2, h.V)
+    assert found.shape == (2, h.V)
+    np.testing.assert_allclose(found.sum(1), 1)
+
+    # By hand: the target's greedy text, and where each of its tokens stands among the logits of the first head.
+    drafter = medusa(h.TARGET, paths=comb(2, h.V))
+    decoded = h.generate(drafter, "target_match", h.PROMPTS, params=PARAMS, new=12)
+    ranks = []
+    for prompt, new, emitted in zip(h.PROMPTS, decoded.tokens, decoded.emitted, strict=True):
+        line, at = jnp.asarray([[*prompt, *new]]), len(prompt)
+        hidden = h.TARGET.apply(PARAMS.target, line, h.TARGET.init_cache(1, line.shape[1]))[0].hidden[0]
+        for count in emitted[emitted > 0].tolist():
+            state = hidden[at - 2] if at > 1 else jnp.zeros(h.TARGET.width)  # the last token itself has not been run
+            logits = (state + head(PARAMS.drafter, 0, state)) @ PARAMS.drafter["head"][0]
+            ranks.append(int((-logits).argsort().tolist().index(int(line[0, at]))))
+            at += count
+    np.testing.assert_allclose(np.bincount(ranks, minlength=h.V) / len(ranks), found[0], atol=1e-12)
+
+
+def head(heads, i, state):
+    """What the blocks of one head add to a state [D]."""
+    x = state
+    for kernel, bias in zip(heads["kernel"][i], heads["bias"][i], strict=True):
+        x = x + jax.nn.silu(x @ kernel + bias)
+    return x - state
+
+
+def test_one_candidate_is_a_chain():
+    found = rates(3, 1, rule=RULES["rejection"])
+    chain = h.generate(medusa(h.TARGET, paths=comb(3, 1)), "rejection", h.PROMPTS, params=PARAMS, new=12)
+    accepted = chain.accepted[chain.emitted > 0]
+    # rounds that an end cut short count what was accepted before the cut: at most one a prompt
+    rounds = len(accepted)
+    assert abs(found[0, 0] - (accepted > 0).mean()) <= len(h.PROMPTS) / rounds
+
+
+def test_another_tree_is_refused():
+    with pytest.raises(ValueError, match=r"8 nodes is not comb\(3, 2\)"):
+        rates(3, 2, medusa(h.TARGET, paths=h.HEAD_TREE))
