@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         return self.embedding[tokens].astype(jnp.float32) * self.config.embed_scale
 
     def unembed(self, hidden: Array) -> Array:
-        return matmul(hidden, self.embedding, axis=1) if self.config.tied else matmul(hidden, self.head)
+        return unembed(self.config, {"embedding": self.embedding} if self.config.tied else {"head": self.head}, hidden)
 
     def __call__(self, tokens, cache: KVCache, positions=None, mask=None, features=(), context: KVCache | None = None):
         c = self.config
@@ -112,6 +112,16 @@ class Transformer(nn.Module):
         if self._window(i) is not None and c.rope_theta_sliding is not None:
             return rope_frequencies(c.head_dim, c.rope_theta_sliding)
         return rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+
+
+def unembed(config: TransformerConfig, params, hidden: Array) -> Array:
+    """hidden [..., D] -> logits [..., V], or those of the ids that `narrow` kept."""
+    return matmul(hidden, params["embedding"], axis=1) if config.tied else matmul(hidden, params["head"])
+
+
+def narrow(config: TransformerConfig, params, ids: Array) -> dict[str, Array]:
+    """The vocabulary head of some ids [n] alone, which is a copy."""
+    return {"embedding": params["embedding"][ids]} if config.tied else {"head": params["head"][:, ids]}
 
 
 @functools.cache  # the same functions for the same config: rebuilt closures would recompile
@@ -149,10 +159,11 @@ def language_model(config: TransformerConfig, *, dtype=jnp.float32, cache_dtype=
         apply=apply,
         init_cache=init_cache,
         embed=lambda params, tokens: module.apply({"params": params}, tokens, method="embed"),
-        unembed=lambda params, hidden: module.apply({"params": params}, hidden, method="unembed"),
+        unembed=functools.partial(unembed, config),
         truncate=truncate,
         vocab_size=config.vocab_size,
         width=config.width,
         num_layers=config.layers,
         max_length=config.max_length,
+        narrow=functools.partial(narrow, config),
     )

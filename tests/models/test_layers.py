@@ -83,6 +83,14 @@ def test_chunks_equal_one_pass(params, chunks):
     close(jnp.concatenate(parts, 1), whole)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrow_head_gives_the_same_logits(tied):
+    model = language_model(CONFIG._replace(tied=tied))
+    own, ids = model.init(jax.random.key(1)), jnp.asarray([3, 0, 11])
+    hidden = jax.random.normal(jax.random.key(2), (2, 5, model.width))
+    close(model.unembed(model.narrow(own, ids), hidden), model.unembed(own, hidden)[..., ids])
+
+
 def test_the_window_hides_what_is_old(params):
     """Three layers, two of them with a window of 4: only through the full layer does the first token reach the last."""
     short = MODEL.truncate(1)
