@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, sampling, trees
-from specjax.drafters import blockwise, files, hydra, medusa, mtp
+from specjax.drafters import blockwise, files, hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
@@ -105,14 +105,17 @@ TREE_NODES, TREE_DEPTH = 7, 3
 HEAD_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 """Rank paths of three levels, for heads."""
 MTP_CONFIG = mtp.config_of(CONFIG, qk_norm=True)
+LAYER_CONFIG = layer.config_of(CONFIG, qk_norm=True)
 
 RECIPES = {
     "blockwise": lambda k: blockwise.recipe(TARGET, num_draft=k, hidden=8),
     "medusa": lambda k: medusa.recipe(TARGET, num_draft=k, layers=2, own_head=True),
     "hydra": lambda k: hydra.recipe(TARGET, num_draft=k, layers=2),
+    "hydra, prefix": lambda k: hydra.recipe(TARGET, num_draft=k, layers=2, prefix=LAYER_CONFIG),
+    "parallel_heads": lambda k: parallel_heads.recipe(TARGET, num_draft=k, config=LAYER_CONFIG),
     "mtp": lambda k: mtp.recipe(TARGET, num_draft=k, config=MTP_CONFIG),
 }
-"""Drafters that are trained after the target."""
+"""Drafters that are trained after the target; a comma sets a method's options off."""
 
 
 @functools.cache
@@ -130,7 +133,9 @@ def saved(name, k=3):
     directory = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, directory, True)
     options = {"mtp": MTP_CONFIG._asdict(), "medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}}
-    files.save(directory, trained(name, k), {"method": name, **options.get(name, {})})
+    options |= {"parallel_heads": LAYER_CONFIG._asdict()}
+    options |= {"hydra, prefix": {"tree": HEAD_TREE, "prefix": LAYER_CONFIG._asdict()}}
+    files.save(directory, trained(name, k), {"method": name.split(",")[0], **options.get(name, {})})
     return str(Path(directory))
 
 
@@ -146,6 +151,8 @@ BUILDERS = {
     "medusa, sampled": lambda k: medusa.medusa(TARGET, paths=HEAD_TREE, siblings=SIBLINGS["without_replacement"]),
     "hydra": lambda k: hydra.hydra(TARGET, paths=HEAD_TREE),
     "hydra, chain": lambda k: hydra.hydra(TARGET, paths=medusa.chain_paths(k), siblings=SIBLINGS["iid"]),
+    "hydra, prefix": lambda k: hydra.hydra(TARGET, paths=HEAD_TREE, prefix=LAYER_CONFIG),
+    "parallel_heads": lambda k: parallel_heads.parallel_heads(TARGET, paths=medusa.chain_paths(k), config=LAYER_CONFIG),
     "mtp": lambda k: mtp.mtp(TARGET, num_draft=k, config=MTP_CONFIG),
     "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
     "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
@@ -161,8 +168,9 @@ def drafter(name, k=3):
 
 
 def drafter_params(name):
-    if name.split(",")[0] in RECIPES:
-        return trained(name.split(",")[0])
+    for known in (name, name.split(",")[0]):
+        if known in RECIPES:
+            return trained(known)
     return {"small": small_params(), "small = target": target_params(), "specinfer": (small_params(),)}.get(name, ())
 
 

@@ -40,12 +40,15 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def pooled(row, shares, nats):
-    """sum of shares[i] x nats(logits, label) over head i's labels / labels of a head; row(b, t, i) -> logits of head i."""
+def pooled(row, shares, nats, first=2):
+    """sum of shares[i] x nats(logits, label) over head i's labels / labels of a head; row(b, t, i) -> logits of head i.
+
+    Head i predicts the token `first` + i after t.
+    """
     total, count = 0.0, 0
     for b, t in np.ndindex(TOKENS.shape):
         for i, share in enumerate(shares):
-            goal = t + 2 + i
+            goal = t + first + i
             if goal < TOKENS.shape[1] and MASK[b, goal] and SEGMENTS[b, goal] == SEGMENTS[b, t] >= 0:
                 total, count = total + share * nats(row(b, t, i), b, goal), count + 1
     return total / (count / len(shares))
@@ -55,10 +58,22 @@ def hard(logits, b, goal):
     return -np.log(softmax(logits)[TOKENS[b, goal]])
 
 
+def taught(b, goal):
+    """The target's law of a token."""
+    return softmax(hidden()[b, goal - 1] @ np.asarray(h.target_params()["head"], np.float64))
+
+
 def soft(logits, b, goal):
-    """Against the target's law of that token."""
-    p = softmax(hidden()[b, goal - 1] @ np.asarray(h.target_params()["head"], np.float64))
-    return -(p * np.log(softmax(logits))).sum()
+    return -(taught(b, goal) * np.log(softmax(logits))).sum()
+
+
+def kl(logits, b, goal):
+    p = taught(b, goal)
+    return (p * np.log(p / softmax(logits))).sum()
+
+
+def total_variation(logits, b, goal):
+    return np.abs(taught(b, goal) - softmax(logits)).sum() / 2
 
 
 def check(recipe, params, reference):
@@ -74,7 +89,88 @@ def check(recipe, params, reference):
         ends = [reference(jax.tree.map(lambda x, d, e=e: x + e * d, exact, way)) for e in (1e-5, -1e-5)]
         slope = (ends[0] - ends[1]) / 2e-5
         along = sum(np.vdot(g, d) for g, d in zip(jax.tree.leaves(double(gradient)), jax.tree.leaves(way), strict=True))
-        np.testing.assert_allclose(along, slope, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(along, slope, rtol=1e-5, atol=1e-5)
+
+
+# A transformer in NumPy, token by token: the target, and an MTP module's entries.
+
+DOCUMENTS = [(0, slice(0, 6)), (0, slice(6, 11)), (1, slice(0, 8))]
+"""Row and place of the documents in the batch."""
+
+
+def rms(x, norm):
+    return x / np.sqrt((x * x).mean() + 1e-6) * norm["scale"]
+
+
+def rotate(x, position):
+    """x [.., 8], half-split."""
+    angle = position * 10_000.0 ** (-np.arange(4) / 4)
+    a, b = x[..., :4], x[..., 4:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def layer(p, x, position, before):
+    """One token through a layer, and its key and value, given those `before` it.  4 heads over 2 KV heads of 8."""
+    own = p["attention"]
+    qkv = (rms(x, p["attention_norm"]) @ own["qkv"]["kernel"]).reshape(2, 4, 8)
+    normed = lambda v, name: np.stack([rms(row, own[name]) for row in v]) if name in own else v
+    q = np.stack([rotate(normed(qkv[:, r], "q_norm"), position) for r in range(2)], 1)
+    k, v = rotate(normed(qkv[:, 2], "k_norm"), position), qkv[:, 3]
+    seen = [*before, (k, v)]
+    y = [
+        softmax(np.asarray([q[g, r] @ k[g] for k, _ in seen]) / 8**0.5) @ np.asarray([v[g] for _, v in seen])
+        for g in range(2)
+        for r in range(2)
+    ]
+    x = x + np.concatenate(y) @ own["out"]["kernel"]
+    gate, up = np.split(rms(x, p["mlp_norm"]) @ p["mlp"]["gate_up"]["kernel"], 2)
+    return x + (silu(gate) * up) @ p["mlp"]["down"]["kernel"], (k, v)
+
+
+def states(p, tokens):
+    """The target's last hidden state at each token of one document: a layer that sees 6 tokens, and one that sees all."""
+    narrow, wide, result = [], [], []
+    for t, token in enumerate(tokens):
+        x, entry = layer(p["layer_0"], p["embedding"][token], t, narrow[-5:])
+        narrow.append(entry)
+        x, entry = layer(p["layer_1"], x, t, wide)
+        wide.append(entry)
+        result.append(rms(x, p["norm"]))
+    return result
+
+
+def enter(p, c, embedded, hidden, position, before):
+    """One entry of a module: (recycled, normed) and its key and value, given those `before` it."""
+    both = [rms(embedded, p["embed_norm"]), rms(hidden, p["hidden_norm"])]
+    x, entry = layer(p, np.concatenate(both if c.embedding_first else both[::-1]) @ p["proj"]["kernel"], position, before)
+    last = rms(x, p["norm"])
+    return (last if c.recycle_normed else x), last, entry
+
+
+def entries(p, c, embedding, tokens, hidden, steps):
+    """normed[t][j] of one document: step j from the true entries up to t and its own before it, entry by entry."""
+    true, result = [], []
+    for t in range(len(tokens) - 1):
+        recycled, normed, entry = enter(p, c, embedding[tokens[t + 1]], hidden[t], t, true)
+        true.append(entry)
+        own, row = list(true), [normed]
+        for j in range(1, min(steps, len(tokens) - 1 - t)):
+            recycled, normed, entry = enter(p, c, embedding[tokens[t + 1 + j]], recycled, t + j, own)
+            own.append(entry)
+            row.append(normed)
+        result.append(row)
+    return result
+
+
+def layer_rows(p):
+    """[2, 11, D] what a layer of a drafter gives on the target's states, entry by entry, each document by itself."""
+    found = np.zeros_like(hidden())
+    for b, part in DOCUMENTS:
+        before = []
+        for position, x in enumerate(hidden()[b, part]):
+            found[b, part.start + position], entry = layer(p, x, position, before)
+            before.append(entry)
+    return found
 
 
 # Text that is known but for one fair bit a token: token 2 c + bit, c the position modulo COUNT.  A predictor that is right,

@@ -1,6 +1,6 @@
 """Drafting methods: one file a method, each a factory and a `load`.  To add one: write its file, add its entry."""
 
-from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, plain, small, specinfer
+from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
 from specjax.drafters.base import Method
 
 METHODS: dict[str, Method] = {
@@ -11,6 +11,7 @@ METHODS: dict[str, Method] = {
     "blockwise": Method(blockwise.load, "trained after it", "rejection", "a feed-forward head for each token ahead"),
     "medusa": Method(medusa.load, "trained after it", "target_match", "a residual head for each token ahead, a static tree"),
     "hydra": Method(hydra.load, "trained after it", "recursive", "heads that see the tokens drafted before theirs"),
+    "parallel_heads": Method(parallel_heads.load, "trained after it", "rejection", "a layer of its own for each token ahead"),
     "mtp": Method(mtp.load, "trained after it", "rejection", "one layer on the target's last state, fed with its own output"),
     "early_exit": Method(early_exit.load, "training-free", "rejection", "the target's first layers with its own head"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
@@ -48,41 +48,43 @@ def card(method: str, params: Any, note: str = "") -> Card:
     return Card(method, sum(x.size for x in leaves), sum(x.size * x.dtype.itemsize for x in leaves), note)
 
 
-def options(method: Method) -> tuple[str, ...]:
-    """Names of the options that a method's loader takes beside `num_draft`."""
-    parameters = inspect.signature(method.load).parameters.values()
+def options(function: Callable) -> tuple[str, ...]:
+    """Names of the options that a loader or a recipe takes beside `num_draft`: what is given by keyword alone."""
+    parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_draft")
 
 
-READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+Readers = Mapping[Any, tuple[Callable[[str], Any], str]]
+
+READERS: Readers = {
     int: (int, "a whole number"),
     float: (float, "a number"),
     str: (str, "text"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     tuple[int, ...]: (lambda text: tuple(int(x) for x in text.split(",")), "whole numbers with commas between them"),
 }
-"""How an option's text is read by the type that its loader names."""
+"""How an option's text is read by the type that its function names."""
 
 
-def readable(method: Method) -> dict[str, Any]:
-    """Those of a method's options that can be written as text, with their types; `| None` is left out."""
-    hints = get_type_hints(method.load)
-    plain = {name: _without_none(hints[name]) for name in options(method) if name in hints}
-    return {name: hint for name, hint in plain.items() if hint in READERS}
+def readable(function: Callable, readers: Readers = READERS) -> dict[str, Any]:
+    """Those of a function's options that can be written as text, with their types; `| None` is left out."""
+    hints = get_type_hints(function)
+    plain = {name: _without_none(hints[name]) for name in options(function) if name in hints}
+    return {name: hint for name, hint in plain.items() if hint in readers}
 
 
-def parse_options(method: Method, words: Sequence[str]) -> dict[str, Any]:
-    """Values of a method's own options from words NAME=VALUE.
+def parse_options(function: Callable, words: Sequence[str], readers: Readers = READERS) -> dict[str, Any]:
+    """Values of the options of a loader or a recipe from words NAME=VALUE.
 
     Raises:
       ValueError: no such option (naming the nearest), or a value of another type.
     """
-    known, values = readable(method), {}
+    known, values = readable(function, readers), {}
     for word in words:
         name, equals, text = word.partition("=")
         if name not in known:
             raise ValueError(unknown("option", name, known))
-        read, wanted = READERS[known[name]]
+        read, wanted = readers[known[name]]
         try:
             values[name] = read(text if equals else "")
         except (ValueError, KeyError):

@@ -25,6 +25,7 @@ from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import top
+from specjax.drafters.vocabulary import seen_by
 from specjax.types import Array, Draft, Drafter, LanguageModel
 
 
@@ -106,15 +107,23 @@ def parallel_loss(
     """A recipe's loss for stacked heads that read h_t alone: sum_i shares[i] * mean of head i on x_{t+2+i}."""
 
     def loss(trainable, target_params, batch: Batch, key):
-        unembed, hidden, scored = functools.partial(target.unembed, target_params), batch.output.hidden, []
-        for i in range(len(shares)):
-            one = {name: x[i : i + 1] for name, x in trainable.items()}
-            logits_of = lambda h, one=one: head_logits(target, target_params, one, h)[:, 0]
-            same = objectives.ahead(hidden, i + 1)
-            scored.append(objectives.score(logits_of, hidden, same, labels(batch, i + 2), unembed, objective))
-        return objectives.pool(scored, shares)
+        return objectives.pool(parallel_scores(target, head_logits, trainable, target_params, batch, objective), shares)
 
     return loss
+
+
+def parallel_scores(
+    target: LanguageModel, head_logits: Callable, heads: dict[str, Array], target_params, batch: Batch,
+    objective: objectives.Objective,
+) -> list[objectives.Scored]:  # fmt: skip
+    """How each of K stacked heads did: head i, from the target's h_t in `batch.output`, on x_{t+2+i}."""
+    unembed, hidden, scored = functools.partial(target.unembed, target_params), batch.output.hidden, []
+    for i in range(len(next(iter(heads.values())))):
+        one = {name: x[i : i + 1] for name, x in heads.items()}
+        logits_of = lambda h, one=one: head_logits(target, target_params, one, h)[:, 0]
+        same = objectives.ahead(hidden, i + 1)
+        scored.append(objectives.score(logits_of, hidden, same, labels(batch, i + 2), unembed, objective))
+    return scored
 
 
 def recipe(
@@ -139,7 +148,7 @@ def load(lm, *, num_draft: int, weights: str | None = None) -> LoadedDrafter:
     Raises:
       ValueError: no weights, or weights of another target or of fewer heads.
     """
-    files.read_config(weights, "blockwise")
+    target = seen_by(lm.model, files.read_config(weights, "blockwise").get("vocabulary"))
 
     def like(shapes):
         count, _, hidden = (*shapes.get("up", ()), 0, 0, 0)[:3]
@@ -148,4 +157,4 @@ def load(lm, *, num_draft: int, weights: str | None = None) -> LoadedDrafter:
     heads = files.read_params(weights, like)
     files.check_depth(num_draft, len(heads["up"]))
     params = first_heads(heads, num_draft)
-    return LoadedDrafter(blockwise(lm.model, num_draft=num_draft), params, card("blockwise", params, f"{num_draft} heads"))
+    return LoadedDrafter(blockwise(target, num_draft=num_draft), params, card("blockwise", params, f"{num_draft} heads"))

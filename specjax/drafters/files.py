@@ -1,7 +1,10 @@
 """A drafter on disk: a directory of drafter.safetensors and config.json, which names the method and its static options.
 
-Parameters are a tree of dictionaries; a tensor's name is its path ("block/kernel").  Nothing that is missing is ever made
-up: a drafter of random weights drafts, and is right at the rate of chance, which nobody would notice but by its tau.
+Parameters are a tree of dictionaries; a tensor's name is its path ("block/kernel").  A matrix may be kept in 8 bits: int8
+under its name, and "<name>.scale", a float32 for each output channel (for each head too, where heads are stacked).
+
+Nothing that is missing is ever made up: a drafter of random weights drafts, and is right at the rate of chance, which nobody
+would notice but by its tau.
 """
 
 from __future__ import annotations
@@ -19,18 +22,78 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 WEIGHTS = "drafter.safetensors"
+SCALE = ".scale"
+"""What follows a matrix's name in that of its scales; a path has no dot in it."""
 
 
 def save(directory: str | Path, params: Mapping[str, Any], config: Mapping[str, Any], *, dtype: Any = None) -> None:
-    """Write a drafter's parameters, its matrices as `dtype` where one is given, and `config`, which must name its "method"."""
+    """Write a drafter's parameters and its config.
+
+    Args:
+      directory: where; made if need be.
+      params: a tree of dictionaries.
+      config: must name the "method".
+      dtype: of the matrices, a float or int8; as they are unless given.
+
+    Raises:
+      ValueError: no method, or a dtype that is neither.
+    """
     if "method" not in config:
         raise ValueError(f"config {sorted(config)} names no method: add method=..., a key of METHODS")
+    tensors = {name: np.asarray(x) for name, x in flat(params).items()}
+    if dtype is not None:
+        tensors = as_dtype(tensors, jnp.dtype(dtype))
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    cast = lambda x: x if dtype is None or x.ndim < 2 else x.astype(dtype)
-    save_file({name: np.array(cast(x), order="C") for name, x in flat(params).items()}, directory / WEIGHTS)
+    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, directory / WEIGHTS)
     (directory / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone; a package is for everyone
     (directory / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n", "utf-8")
+
+
+def as_dtype(tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Tensors whose matrices are of `dtype`; of int8, each with its scales."""
+    if dtype == jnp.int8:
+        # stacked biases are vectors: in 8 bits they would save nothing, and heads would share a scale
+        whole = {name for name, x in tensors.items() if x.ndim < 2 or name.endswith("bias")}
+        matrices = {name: quantized(name, x) for name, x in tensors.items() if name not in whole}
+        scales = {f"{name}{SCALE}": scale for name, (_, scale) in matrices.items()}
+        return {**{name: tensors[name] for name in whole}, **{name: q for name, (q, _) in matrices.items()}, **scales}
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"matrices cannot be kept as {dtype}: choose float32, bfloat16, float16 or int8")
+    return {name: x if x.ndim < 2 else x.astype(dtype) for name, x in tensors.items()}
+
+
+def quantized(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., in, out] as int8 and scales float32 [..., out]: their product is off by half a step, scale / 2, at most."""
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(-2, initial=0.0)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"{name} holds NaN or inf, which 8 bits cannot: look at it, or choose float32")
+    scale = largest / np.float32(127)
+    return np.rint(x / np.where(scale > 0, scale, 1)[..., None, :]).astype(np.int8), scale
+
+
+def restored(source: str | Path, tensors: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    """Tensors as they were before `as_dtype`: int8 times its scales, as `dtype`; the others as they are.
+
+    Raises:
+      ValueError: int8 without its scales, scales without int8, or scales that do not fit.
+    """
+    matrices = {name: x for name, x in tensors.items() if x.dtype == np.int8}
+    scales = {name.removesuffix(SCALE): x for name, x in tensors.items() if name.endswith(SCALE)}
+    shape = lambda x: x.shape[:-2] + x.shape[-1:]
+    fits = lambda name, s: s.dtype == np.float32 and matrices[name].ndim > 1 and s.shape == shape(matrices[name])
+    groups = {
+        "of int8 without scales": sorted(matrices.keys() - scales.keys()),
+        "with scales and not of int8": sorted(scales.keys() - matrices.keys()),
+        "with scales of another shape or dtype": sorted(n for n in matrices.keys() & scales.keys() if not fits(n, scales[n])),
+        "with scales that are not finite": sorted(n for n, s in scales.items() if not np.isfinite(s).all()),
+    }
+    faults = [f"{len(names)} {what}: {', '.join(names[:8])}" for what, names in groups.items() if names]
+    if faults:
+        raise ValueError(f"{source}: tensors do not fit: {'; '.join(faults)}: save the drafter again")
+    whole = {name: (x.astype(np.float32) * scales[name][..., None, :]).astype(dtype) for name, x in matrices.items()}
+    return {name: whole.get(name, x) for name, x in tensors.items() if not name.endswith(SCALE)}
 
 
 def read_config(weights: str | Path | None, method: str) -> dict:
@@ -74,18 +137,21 @@ def shapes(init: Callable) -> Any:
     return jax.eval_shape(lambda data: init(jax.random.wrap_key_data(data)), jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
-def read_params(weights: str | Path | None, like: Callable[[Mapping[str, tuple[int, ...]]], Any]) -> Any:
+def read_params(
+    weights: str | Path | None, like: Callable[[Mapping[str, tuple[int, ...]]], Any], *, dtype: Any = jnp.float32
+) -> Any:  # fmt: skip
     """The parameters of a saved drafter, in the dtypes of the file.
 
     Args:
       weights: the directory.
       like: (shape of each tensor there is) -> a tree of the paths and shapes there should be.
+      dtype: what matrices become that the file has in 8 bits, float32 or bfloat16.
 
     Raises:
       ValueError: tensors that are missing, left over or of another shape, or a damaged file.
     """
     path = Path(weights or ".") / WEIGHTS
-    tensors = read_tensors(path)
+    tensors = restored(path, read_tensors(path), dtype)
     tree = like({name: x.shape for name, x in tensors.items()})
     wanted = flat(tree)
     check_tensors(path, {name: x.shape for name, x in wanted.items()}, tensors)

@@ -9,7 +9,8 @@ products [D, D] and one with the vocabulary a round, no cache and no pass.  A he
 depth j and rank r is the r-th candidate of head j - 1 below any parent.  Verified with `target_match`, a static tree of
 point children keeps the target's law at any temperature; the paper's own "typical" acceptance is lossy.
 
-This is Medusa-1: the target is frozen.  Medusa-2 also tunes the target, and then keeps the tuned model's law.
+`recipe` is Medusa-1: the target is frozen.  Medusa-2 (`train.joint.medusa_2`) also tunes the target, and then keeps the
+tuned model's law.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.blockwise import each, first_heads, head_drafter, parallel_loss
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
+from specjax.drafters.vocabulary import seen_by
 from specjax.types import Array, Draft, Drafter, LanguageModel
 
 Paths = tuple[tuple[int, ...], ...]
@@ -205,15 +207,15 @@ def load(
     Raises:
       ValueError: no weights, weights that do not fit, or a tree that cannot be.
     """
-    published, listed, drawn = published_file(files.given(weights, "medusa")), TREE_63, find_siblings(children)
+    published, saved, drawn = published_file(files.given(weights, "medusa")), {"tree": TREE_63}, find_siblings(children)
     if published is not None:
         heads = read_published(published, lm.model)
     else:
-        listed = files.read_config(weights, "medusa").get("tree", ())
+        saved = files.read_config(weights, "medusa")
         heads = files.read_params(weights, functools.partial(like, lm))
     files.check_depth(num_draft, len(heads["kernel"]))
-    params, paths = first_heads(heads, num_draft), choose_tree(tree, listed, num_draft)
-    drafter = medusa(lm.model, paths=paths, siblings=drawn)
+    params, paths = first_heads(heads, num_draft), choose_tree(tree, saved.get("tree", ()), num_draft)
+    drafter = medusa(seen_by(lm.model, saved.get("vocabulary")), paths=paths, siblings=drawn)
     note = f"{num_draft} heads, {len(paths)} nodes, children {children}"
     return LoadedDrafter(drafter, params, card("medusa", params, note), "rejection" if drafter.chain else drawn.rule)
 

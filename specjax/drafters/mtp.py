@@ -8,7 +8,8 @@ h_t is the target's last hidden state; in what is drafted beyond the first token
 place.  Costs K - 1 passes of one layer a round, one more of K + 1 tokens once the true states are known, and a cache of one
 layer.  A chain, drawn at the request's temperature, with its true q.  Flags are those by which published modules differ:
 which half of the concatenation comes first, and whether the recycled state is taken before or after the norm.  Zero-centred
-norms (1 + w) are folded into `scale` when weights are read.  Trained after the target, which is frozen.
+norms (1 + w) are folded into `scale` when weights are read.  `recipe` trains a module after the target, which is frozen;
+`train.joint.joint_mtp` trains both at once, as DeepSeek-V3 was.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
+from specjax.drafters.layer import block, taken_over
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
-from specjax.models.layers import MLP, Attention, Linear, RMSNorm, RopeScaling, rope_frequencies, visible
+from specjax.drafters.vocabulary import seen_by
+from specjax.models.layers import Linear, RMSNorm, RopeScaling, visible
 from specjax.sampling import tempered
 from specjax.types import Array, Drafter, KVCache, LanguageModel
 
@@ -113,14 +116,7 @@ class MTP(nn.Module):
         c, norm = self.config, functools.partial(RMSNorm, self.config.norm_eps)
         both = norm(name="embed_norm")(embedded), norm(name="hidden_norm")(hidden)
         x = Linear((c.width,), name="proj")(jnp.concatenate(both if c.embedding_first else both[::-1], -1))
-        attention = Attention(
-            c.width, c.kv_heads, c.heads // c.kv_heads, c.head_dim, c.head_dim**-0.5,
-            bias=c.attention_bias, qk_norm=c.qk_norm, eps=c.norm_eps, name="attention",
-        )  # fmt: skip
-        frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        y, k, v = attention(norm(name="attention_norm")(x), k, v, at, positions, frequency, seen)
-        x = x + y
-        x = x + MLP(c.width, c.hidden, name="mlp")(norm(name="mlp_norm")(x))
+        x, k, v = block(c, x, k, v, at, positions, seen)
         normed = norm(name="norm")(x)
         return (normed if c.recycle_normed else x, normed), k, v
 
@@ -167,9 +163,7 @@ def module_init(config: MTPConfig, key, target_params: Mapping[str, Any] = {}, l
     cache, at = empty(config, (), 1, 1).cache, jnp.zeros((1, 1), jnp.int32)
     own = MTP(config).init(key, one, one, cache.k[0], cache.v[0], at[0], at, at[:, None] == 0)["params"]
     donor = {**target_params.get(f"layer_{last}", {}), **{n: target_params[n] for n in ("norm",) if n in target_params}}
-    same = lambda name: name in donor and jax.tree.map(jnp.shape, donor[name]) == jax.tree.map(jnp.shape, own[name])
-    kept = {name: jax.tree.map(lambda x: x.astype(jnp.float32), donor[name]) if same(name) else own[name] for name in own}
-    return {**kept, "proj": {"kernel": jnp.concatenate([jnp.eye(d)] * 2)}}
+    return {**taken_over(own, donor), "proj": {"kernel": jnp.concatenate([jnp.eye(d)] * 2)}}
 
 
 def recipe(
@@ -192,18 +186,26 @@ def recipe(
     shares = [decay**j / sum(decay**i for i in range(steps)) for j in range(steps)]
 
     def loss(trainable, target_params, batch: Batch, key):
-        unembed, hidden, scored = functools.partial(target.unembed, target_params), batch.output.hidden, []
-        for j, normed in enumerate(unrolled(config, trainable, target, target_params, batch, steps)):
-            same, labelled = objectives.ahead(hidden, j + 1), labels(batch, j + 2)
-            scored.append(objectives.score(unembed, normed, same, labelled, unembed, objective))
+        scored = unrolled_scores(config, trainable, target, target_params, batch, steps, objective)
         return objectives.pool(scored, shares)
 
     init = lambda key, params: module_init(config, key, params, target.num_layers - 1)
     return Recipe(init, loss, mtp(target, num_draft=num_draft, config=config))
 
 
+def unrolled_scores(
+    config: MTPConfig, params, target: LanguageModel, target_params, batch: Batch, steps: int, objective: objectives.Objective
+) -> list[objectives.Scored]:  # fmt: skip
+    """How each step of the module did, from the target's states in `batch.output`: step j on x_{t+2+j}."""
+    unembed, hidden, scored = functools.partial(target.unembed, target_params), batch.output.hidden, []
+    for j, normed in enumerate(unrolled(config, params, target, target_params, batch, steps)):
+        same, labelled = objectives.ahead(hidden, j + 1), labels(batch, j + 2)
+        scored.append(objectives.score(unembed, normed, same, labelled, unembed, objective))
+    return scored
+
+
 def unrolled(config: MTPConfig, params, target: LanguageModel, target_params, batch: Batch, steps: int) -> list[Array]:
-    """What the module gives after its last norm, [B, T, D] for each step: step j at position t predicts token t + j + 1."""
+    """What the module gives after its last norm, [B, T, D] for each step: step j at position t predicts token t + j + 2."""
     b, t = batch.tokens.shape
     positions, causal = layout(batch.segments)
     own = jnp.broadcast_to(jnp.eye(t, dtype=bool)[None], (b, t, t))
@@ -227,16 +229,16 @@ def load(lm, *, num_draft: int, weights: str | None = None) -> LoadedDrafter:
     Raises:
       ValueError: no weights, or weights of another target.
     """
-    published = files.find_naming(files.given(weights, "mtp"), lm.model.num_layers)
+    published, target = files.find_naming(files.given(weights, "mtp"), lm.model.num_layers), lm.model
     if published is not None:
         config = config_of(lm.config, embedding_first=published[0].embedding_first)
         params = files.mtp_params(files.given(weights, "mtp"), *published, config)
     else:
         saved = files.read_config(weights, "mtp")
-        scaling = saved.get("rope_scaling")
+        target, scaling = seen_by(target, saved.get("vocabulary")), saved.get("rope_scaling")
         config = MTPConfig(**{n: saved[n] for n in MTPConfig._fields if n in saved})
         config = config._replace(rope_scaling=None if scaling is None else RopeScaling(*scaling))
         params = files.read_params(weights, lambda shapes: files.shapes(functools.partial(module_init, config)))
     if config.width != lm.model.width:
         raise ValueError(f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target")
-    return LoadedDrafter(mtp(lm.model, num_draft=num_draft, config=config), params, card("mtp", params))
+    return LoadedDrafter(mtp(target, num_draft=num_draft, config=config), params, card("mtp", params))

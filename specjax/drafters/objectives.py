@@ -107,7 +107,7 @@ def score(
       logits_of: (inputs [R, ...]) -> logits [R, V] of the head.
       inputs: what it reads, a tree of arrays [B, T, ...].
       hidden: [B, T, D] of the target at the positions that predict the same tokens.
-      labelled: token ids and weights, both [B, T].
+      labelled: token ids and weights, both [B, T]; an id of -1 teaches nothing and is never hit.
       unembed: (hidden [R, D]) -> the target's logits [R, V].
       objective: what it is to learn.
     """
@@ -116,7 +116,7 @@ def score(
     def rows(parts):
         inputs, hidden, goal = parts
         logits = logits_of(inputs)
-        return objective(logits, goal, unembed(hidden)), correct(logits, goal)
+        return jnp.where(goal >= 0, objective(logits, goal, unembed(hidden)), 0), correct(logits, goal)
 
     nats, hit = chunked(rows, (inputs, hidden, goal))
     return Scored(nats, hit, weights)

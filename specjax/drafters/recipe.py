@@ -30,6 +30,7 @@ class Batch(NamedTuple):
     mask: Array  # [B, T] bool: this token is one to predict (an answer's, say); False in padding
     segments: Array  # [B, T] int32: which document of its row a token belongs to, counted from 0; -1 in padding
     output: Any = ()  # Output of the frozen target, without gradient; () when a target itself is trained
+    places: Array | None = None  # [V] where each token stands in a draft vocabulary, -1 outside; None: there is none
 
 
 class Recipe(NamedTuple):
@@ -45,7 +46,8 @@ class Recipe(NamedTuple):
 def labels(batch: Batch, ahead: int = 1) -> tuple[Array, Array]:
     """What stands `ahead` tokens after each position: token ids [B, T] and weights [B, T], 1.0 or 0.0.
 
-    A weight is 1 where that token exists, is one to predict and belongs to the same document.
+    A weight is 1 where that token exists, is one to predict and belongs to the same document.  With a draft vocabulary an id
+    is its place in there, -1 outside.
 
     >>> one = Batch(jnp.asarray([[5, 6, 7, 8]]), jnp.asarray([[0, 0, 1, 1]], bool), jnp.asarray([[0, 0, 0, 1]]))
     >>> [x.tolist() for x in labels(one)]
@@ -57,7 +59,8 @@ def labels(batch: Batch, ahead: int = 1) -> tuple[Array, Array]:
 
     exists = jnp.arange(batch.tokens.shape[1])[None] < batch.tokens.shape[1] - ahead
     same = (shifted(batch.segments) == batch.segments) & (batch.segments >= 0)
-    return shifted(batch.tokens), (exists & same & shifted(batch.mask)).astype(jnp.float32)
+    goal = shifted(batch.tokens) if batch.places is None else batch.places[shifted(batch.tokens)]
+    return goal, (exists & same & shifted(batch.mask)).astype(jnp.float32)
 
 
 def layout(segments: Array) -> tuple[Array, Array]:

@@ -148,7 +148,8 @@ def recipe(
     """Distil the target into `model`: forward KL from the target's rows, less their entropy (DistillSpec, arXiv 2310.08461).
 
     What the two have of one name and shape (the embedding and the first layers, if the width is the same) starts as the
-    target's; the rest as `init(key)` makes it, `model.init` unless given.
+    target's; the rest as `init(key)` makes it, `model.init` unless given.  Metrics are those of a chain: its step i is right
+    where the model is, i - 1 tokens on.
 
     Args:
       target: the model to draft for.
@@ -162,7 +163,9 @@ def recipe(
         hidden, unembed = forward(model, params, batch).hidden, functools.partial(target.unembed, target_params)
         logits_of = functools.partial(model.unembed, params)
         scored = objectives.score(logits_of, hidden, batch.output.hidden, labels(batch), unembed, objective)
-        return objectives.pool([scored], [1.0])
+        value, metrics = objectives.pool([scored], [1.0])
+        steps = [objectives.Scored(*(objectives.ahead(x, i) for x in scored)) for i in range(num_draft)]
+        return value, {**objectives.pool(steps, [1.0] * num_draft)[1], "weight": metrics["weight"]}
 
     def start(key, target_params):
         donor = dict(jax.tree_util.tree_leaves_with_path(target_params))

@@ -112,7 +112,7 @@ def _rope(c: Mapping[str, Any], gemma: bool) -> tuple[float, RopeScaling | None,
     """Rotary base, its scaling, and the base of the sliding layers where they have their own."""
     new = c.get("rope_parameters") or {}
     full = new.get("full_attention", {}) if gemma or "full_attention" in new else new
-    full = {**(c.get("rope_scaling") or {}), **full}
+    full = {"partial_rotary_factor": c.get("partial_rotary_factor"), **(c.get("rope_scaling") or {}), **full}
     local = new.get("sliding_attention") or {}
     if _scaling(local, c["max_position_embeddings"]) is not None:
         raise ValueError(f"rotary scaling {local} on sliding layers is not supported: only full attention may be scaled")

@@ -7,39 +7,92 @@ import numpy as np
 import pytest
 import references as ref
 
+from specjax import generate, load_drafter, sampling
 from specjax.drafters import objectives, small
+from specjax.drafters.base import LoadedDrafter
+from specjax.drafters.recipe import with_output
+from specjax.models.load import LM
+from specjax.models.transformer import language_model
+from specjax.train.export import save_directory
 
 
-def laws(params, model):
-    """Softmax of a model on each document by itself: {(b, t): p}."""
+def logits(p):
+    """The small model, of one layer without a window, on each document by itself: {(b, t): logits}."""
     found = {}
-    for b, part in ((0, slice(0, 6)), (0, slice(6, 11)), (1, slice(0, 8))):
-        tokens = jnp.asarray(ref.TOKENS[b : b + 1, part])
-        logits = model.apply(params, tokens, model.init_cache(*tokens.shape))[0].logits[0]
-        found |= {(b, part.start + t): ref.softmax(np.asarray(x, np.float64)) for t, x in enumerate(logits)}
+    for b, part in ref.DOCUMENTS:
+        before = []
+        for t, token in enumerate(ref.TOKENS[b, part], part.start):
+            x, entry = ref.layer(p["layer_0"], p["embedding"][token], t - part.start, before)
+            before.append(entry)
+            found[b, t] = ref.rms(x, p["norm"]) @ p["head"]
     return found
 
 
-NUMPY = {
-    "hard": lambda p, q, label: -np.log(q[label]),
-    "soft": lambda p, q, label: -(p * np.log(q)).sum(),
-    "kl": lambda p, q, label: (p * np.log(p / q)).sum(),
-    "total_variation": lambda p, q, label: np.abs(p - q).sum() / 2,
-}
-
-
-@pytest.mark.parametrize("name", NUMPY)
-def test_loss(name):
-    """The mean over labels of each objective between the laws of target and model at the position before."""
+@pytest.mark.parametrize("name", ["hard", "soft", "kl", "total_variation"])
+def test_loss_and_gradient(name):
+    """The mean over labels of each objective, at the position before, each document by itself."""
     recipe = small.recipe(h.TARGET, h.SMALL, num_draft=2, objective=getattr(objectives, name))
-    given = ref.batch()  # outside of what is traced, for it is kept
-    loss, metrics = jax.jit(lambda p: recipe.loss(p, h.target_params(), given, jax.random.key(0)))(h.small_params())
-    p, q, nats = laws(h.target_params(), h.TARGET), laws(h.small_params(), h.SMALL), []
-    for b, t in np.ndindex(2, 10):
-        if ref.MASK[b, t + 1] and ref.SEGMENTS[b, t] == ref.SEGMENTS[b, t + 1] >= 0:
-            nats.append(NUMPY[name](p[b, t], q[b, t], ref.TOKENS[b, t + 1]))
-    np.testing.assert_allclose(float(loss), np.mean(nats), rtol=1e-5)
-    assert float(metrics["weight"]) == len(nats)
+
+    def reference(p):
+        found = logits(p)
+        return ref.pooled(lambda b, t, i: found[b, t], [1.0], getattr(ref, name), first=1)
+
+    ref.check(recipe, h.small_params(), reference)
+    weight = recipe.loss(h.small_params(), h.target_params(), ref.batch(), None)[1]["weight"]
+    assert float(weight) == sum(ref.MASK[b, part][1:].sum() for b, part in ref.DOCUMENTS)
+
+
+def test_a_perfect_predictor_costs_the_entropy():
+    """A model that moves the counter by one; by none or two it costs far more, and is far from the target's law."""
+    target, batch = ref.known()
+    pairs = target.unembed((), jnp.eye(target.width))
+    move = lambda params, x: x @ ref.later(params) @ pairs
+    model = h.table_model(target.width)._replace(unembed=move)  # its hidden state is the last token
+    table = model._replace(apply=lambda params, *a, **k: h.table_model(target.width).apply(jnp.zeros((11, 10)), *a, **k))
+    batch = batch._replace(output=batch.output._replace(hidden=batch.output.hidden @ ref.later(1)))
+    for objective, best in ((objectives.hard, np.log(2)), (objectives.soft, np.log(2)), (objectives.kl, 0.0)):
+        recipe = small.recipe(target, table, num_draft=3, objective=objective)
+        for by in (1, 0, 2):
+            loss, metrics = recipe.loss(by, (), batch, None)
+            assert abs(float(loss) - best) < 1e-5 if by == 1 else float(loss) > 10
+            if by == 1:
+                assert 1 < float(metrics["tau"]) < 4 and 0 < float(metrics["accuracy_3"]) < 1
+
+
+def test_metrics_are_those_of_a_chain():
+    """accuracy_i and tau, counted by hand from the model's best tokens."""
+    recipe, k = small.recipe(h.TARGET, h.SMALL, num_draft=3), 3
+    metrics = recipe.loss(h.small_params(), h.target_params(), ref.batch(), None)[1]
+    found, hits = logits(ref.double(h.small_params())), {}
+    for b, part in ref.DOCUMENTS:
+        hits |= {(b, t): found[b, t].argmax() == ref.TOKENS[b, t + 1] for t in range(part.start, part.stop - 1)}
+    labelled = {at: hit for at, hit in hits.items() if ref.MASK[at[0], at[1] + 1]}
+    for i in range(k):
+        there = [hit for (b, t), hit in labelled.items() if t >= i]
+        np.testing.assert_allclose(metrics[f"accuracy_{i + 1}"], np.mean(there), rtol=1e-6)
+    whole = [[labelled[b, t + i] for i in range(k)] for b, t in hits if all((b, t + i) in labelled for i in range(k))]
+    np.testing.assert_allclose(metrics["tau"], 1 + np.mean([np.cumprod(run).sum() for run in whole]), rtol=1e-6)
+
+
+def test_what_was_distilled_is_published_and_loaded(tmp_path):
+    """Through config.json and float32 safetensors: the same parameters, the same drafts, token for token."""
+    config = h.CONFIG._replace(vocab_size=32, window=None, sliding=())
+    target, model = language_model(config), language_model(config._replace(layers=1))
+    own = h.peaked(jax.jit(target.init)(jax.random.key(0)), 5)
+    lm, recipe = LM(target, own, h.tokenizer(), config), small.recipe(target, model, num_draft=3, objective=objectives.kl)
+    given = with_output(ref.batch()._replace(output=()), target, own)
+    value = jax.jit(jax.value_and_grad(lambda p: recipe.loss(p, own, given, jax.random.key(0))[0]))
+    params = recipe.init(jax.random.key(0), own)
+    for _ in range(3):
+        params = jax.tree.map(lambda x, g: x - 0.05 * g, params, value(params)[1])
+    save_directory(tmp_path, config._replace(layers=1), params, lm.tokenizer, dtype=np.float32)
+    loaded = load_drafter("small", lm, num_draft=3, model=str(tmp_path))
+    for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    trained = LoadedDrafter(recipe.drafter, params, loaded.card)
+    prompts, heat = ["the cat sat", "a b a b"], [sampling.SamplingParams(), sampling.SamplingParams(temperature=1.0)]
+    one, two = (generate(lm, d, prompts, key=jax.random.key(1), max_new_tokens=24, sampling=heat) for d in (trained, loaded))
+    assert one == two and sum(c.stats.num_accepted_draft_tokens for c in one) > 0
 
 
 def test_the_target_itself_has_nothing_to_learn():

@@ -8,7 +8,8 @@ import pytest
 import references as ref
 
 from specjax import load_drafter, sampling
-from specjax.drafters import hydra, objectives
+from specjax.drafters import files, hydra, layer, medusa, objectives
+from specjax.drafters.siblings import SIBLINGS
 from specjax.models.load import LM
 from specjax.types import Params, Sequences
 
@@ -30,6 +31,19 @@ def test_loss_and_gradient(name):
     recipe = hydra.recipe(h.TARGET, num_draft=K, layers=2, objective=getattr(objectives, name))
     row = lambda p, b, t, i: logits(p, hidden[b, t], ref.TOKENS[b, t + 1 : t + 2 + i])
     ref.check(recipe, h.trained("hydra"), lambda p: ref.pooled(lambda *at: row(p, *at), SHARES, getattr(ref, name)))
+
+
+@pytest.mark.parametrize("name", ["hard", "soft"])
+def test_loss_and_gradient_behind_a_prefix(name):
+    """Hydra++: what a layer gives stands in for h_t; the teacher is the target's own law all the same."""
+    recipe = hydra.recipe(h.TARGET, num_draft=K, layers=2, prefix=h.LAYER_CONFIG, objective=getattr(objectives, name))
+
+    def reference(p):
+        seen = ref.layer_rows(p["prefix"])
+        row = lambda b, t, i: logits(p, seen[b, t], ref.TOKENS[b, t + 1 : t + 2 + i])
+        return ref.pooled(row, SHARES, getattr(ref, name))
+
+    ref.check(recipe, h.trained("hydra, prefix"), reference)
 
 
 def test_a_perfect_predictor_costs_the_entropy():
@@ -75,3 +89,36 @@ def test_heads_begin_as_the_targets_own_and_options():
     load = lambda **options: load_drafter("hydra", lm, num_draft=K, weights=h.saved("hydra"), **options)
     assert load().rule == "recursive" and load(tree="chain").rule == "rejection"
     assert load(children="point").rule == "target_match" and load(children="point").drafter.children == "point"
+
+
+def test_a_prefix_begins_as_nothing():
+    """The target's last layer, but that what it gives is what it is given, to the last bit."""
+    params = hydra.recipe(h.TARGET, num_draft=2, prefix=layer.config_of(h.CONFIG)).init(jax.random.key(0), h.target_params())
+    donor, prefix = h.target_params()["layer_1"], params["prefix"]
+    for name in ("attention_norm", "mlp_norm"):
+        np.testing.assert_array_equal(prefix[name]["scale"], donor[name]["scale"])
+    np.testing.assert_array_equal(prefix["attention"]["qkv"]["kernel"], donor["attention"]["qkv"]["kernel"])
+    np.testing.assert_array_equal(prefix["mlp"]["gate_up"]["kernel"], donor["mlp"]["gate_up"]["kernel"])
+    hidden, segments = ref.batch().output.hidden, jnp.asarray(ref.SEGMENTS)
+    np.testing.assert_array_equal(layer.over_rows(layer.config_of(h.CONFIG), prefix, hidden, segments), hidden)
+
+
+def test_a_prefix_on_disk(tmp_path):
+    """`"prefix": true` is a layer like the target's; one that is not announced, or only announced, is refused."""
+    lm = LM(h.TARGET, h.target_params(), None, h.CONFIG._replace(qk_norm=True))
+    load = lambda lm=lm: load_drafter("hydra", lm, num_draft=K, weights=str(tmp_path))
+    files.save(tmp_path, h.trained("hydra, prefix"), {"method": "hydra", "prefix": True})
+    loaded = load()
+    assert "behind a layer" in loaded.card.note
+    drawn = SIBLINGS["without_replacement"]
+    assert loaded.drafter is hydra.hydra(h.TARGET, paths=medusa.chain_paths(K), siblings=drawn, prefix=h.LAYER_CONFIG)
+    with pytest.raises(ValueError, match="2 not used: prefix/attention/k_norm/scale, prefix/attention/q_norm/scale"):
+        load(lm._replace(config=h.CONFIG))
+    with pytest.raises(ValueError, match="without a config does not say width, heads, kv_heads, head_dim, hidden"):
+        load(lm._replace(config=None))
+    files.save(tmp_path, h.trained("hydra, prefix"), {"method": "hydra"})
+    with pytest.raises(ValueError, match="8 not used: prefix/attention"):
+        load()
+    files.save(tmp_path, h.trained("hydra"), {"method": "hydra", "prefix": True})
+    with pytest.raises(ValueError, match="8 missing: prefix/attention"):
+        load()

@@ -17,54 +17,6 @@ K = 3
 SHARES = np.asarray([1, 0.6, 0.36]) / 1.96
 
 
-def rms(x, norm):
-    return x / np.sqrt((x * x).mean() + 1e-6) * norm["scale"]
-
-
-def rotate(x, position):
-    """x [.., 8], half-split."""
-    angle = position * 10_000.0 ** (-np.arange(4) / 4)
-    a, b = x[..., :4], x[..., 4:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
-
-
-def enter(p, c, embedded, hidden, position, before):
-    """One entry: (recycled, normed) and its key and value, given those `before` it.  4 heads over 2 KV heads of 8."""
-    both = [rms(embedded, p["embed_norm"]), rms(hidden, p["hidden_norm"])]
-    x = np.concatenate(both if c.embedding_first else both[::-1]) @ p["proj"]["kernel"]
-    qkv = (rms(x, p["attention_norm"]) @ p["attention"]["qkv"]["kernel"]).reshape(2, 4, 8)
-    normed = lambda v, name: np.stack([rms(row, p["attention"][name]) for row in v])
-    q = np.stack([rotate(normed(qkv[:, r], "q_norm"), position) for r in range(2)], 1)
-    k, v = rotate(normed(qkv[:, 2], "k_norm"), position), qkv[:, 3]
-    seen = [*before, (k, v)]
-    y = [
-        ref.softmax(np.asarray([q[g, r] @ k[g] for k, _ in seen]) / 8**0.5) @ np.asarray([v[g] for _, v in seen])
-        for g in range(2)
-        for r in range(2)
-    ]
-    x = x + np.concatenate(y) @ p["attention"]["out"]["kernel"]
-    gate, up = np.split(rms(x, p["mlp_norm"]) @ p["mlp"]["gate_up"]["kernel"], 2)
-    x = x + (ref.silu(gate) * up) @ p["mlp"]["down"]["kernel"]
-    last = rms(x, p["norm"])
-    return (last if c.recycle_normed else x), last, (k, v)
-
-
-def rows(p, c, tokens, hidden, steps):
-    """normed[t][j] of one document: step j from the true entries up to t and its own before it, entry by entry."""
-    embedding = np.asarray(h.target_params()["embedding"], np.float64)
-    true, result = [], []
-    for t in range(len(tokens) - 1):
-        recycled, normed, entry = enter(p, c, embedding[tokens[t + 1]], hidden[t], t, true)
-        true.append(entry)
-        own, row = list(true), [normed]
-        for j in range(1, min(steps, len(tokens) - 1 - t)):
-            recycled, normed, entry = enter(p, c, embedding[tokens[t + 1 + j]], recycled, t + j, own)
-            own.append(entry)
-            row.append(normed)
-        result.append(row)
-    return result
-
-
 FLAGS = [(True, True), (False, False)]
 
 
@@ -74,12 +26,12 @@ def test_loss_and_gradient(name, embedding_first, recycle_normed):
     c = h.MTP_CONFIG._replace(embedding_first=embedding_first, recycle_normed=recycle_normed)
     recipe = mtp.recipe(h.TARGET, num_draft=K, config=c, objective=getattr(objectives, name))
     hidden, head = ref.hidden(), np.asarray(h.target_params()["head"], np.float64)
-    documents = [(0, slice(0, 6)), (0, slice(6, 11)), (1, slice(0, 8))]
+    embedding = np.asarray(h.target_params()["embedding"], np.float64)
 
     def reference(p):
         found = {}
-        for b, part in documents:
-            for t, row in enumerate(rows(p, c, ref.TOKENS[b, part], hidden[b, part], K)):
+        for b, part in ref.DOCUMENTS:
+            for t, row in enumerate(ref.entries(p, c, embedding, ref.TOKENS[b, part], hidden[b, part], K)):
                 found |= {(b, part.start + t, j): x @ head for j, x in enumerate(row)}
         return ref.pooled(lambda *at: found[at], SHARES, getattr(ref, name))
 
@@ -98,8 +50,9 @@ def test_propose_by_hand(embedding_first, recycle_normed):
     draft = jax.jit(lambda p, d, s: drafter.propose(noise, p, d, s)[0])(params, state.drafter, sequences)
     text = [*ref.TOKENS[0].tolist(), *np.asarray(draft.tokens)[0].tolist()]
     full = h.TARGET.apply(h.target_params(), jnp.asarray([text]), h.TARGET.init_cache(1, len(text)))[0].hidden
-    row = rows(ref.double(h.trained("mtp")), c, text, np.asarray(full[0], np.float64), K)[len(ref.TOKENS[0]) - 2]
-    head = np.asarray(h.target_params()["head"], np.float64)
+    embedding, head = (np.asarray(h.target_params()[name], np.float64) for name in ("embedding", "head"))
+    full = np.asarray(full[0], np.float64)
+    row = ref.entries(ref.double(h.trained("mtp")), c, embedding, text, full, K)[len(ref.TOKENS[0]) - 2]
     np.testing.assert_allclose(np.exp(draft.log_q[0]), ref.softmax(np.asarray(row) @ head), rtol=1e-3, atol=1e-6)
 
 

@@ -28,6 +28,7 @@ SETTINGS = {
     "blockwise": {"weights": h.saved("blockwise")},
     "medusa": {"weights": h.saved("medusa")},
     "hydra": {"weights": h.saved("hydra")},
+    "parallel_heads": {"weights": h.saved("parallel_heads")},
     "mtp": {"weights": h.saved("mtp")},
     "early_exit": {"layers": 1},
 }
@@ -82,7 +83,7 @@ def test_the_table_covers_every_method():
 def test_entry(method):
     entry, card, drafter = METHODS[method], loaded(method).card, loaded(method).drafter
     assert entry.kind in KINDS and entry.rule in RULES and entry.summary
-    assert set(SETTINGS[method]) <= set(options(entry))
+    assert set(SETTINGS[method]) <= set(options(entry.load))
     assert card.method == method
     assert card.extra_parameters == sum(x.size for x in jax.tree.leaves(loaded(method).params))
     assert (card.extra_parameters == 0) == (entry.kind in ("none", "training-free"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax import decode, keys, load_drafter, sampling
-from specjax.drafters import files, medusa
+from specjax.drafters import files, hydra, medusa, parallel_heads
 from specjax.drafters.recipe import Batch, with_output
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.load import LM
@@ -73,7 +73,7 @@ def test_a_round_leaves_what_prefill_would(name):
     state = h.mixed(name, RULES_OF[name], rounds=2).state
     rows = [np.asarray(state.tokens)[row, :n].tolist() for row, n in enumerate(np.asarray(state.length))]
     fresh, held = prefill(drafter, params, rows).drafter, state.drafter
-    if name == "mtp":
+    if hasattr(held, "cache"):
         n = np.asarray(held.cache.length)
         np.testing.assert_array_equal(n, [len(row) - 1 for row in rows])
         np.testing.assert_array_equal(n, fresh.cache.length)
@@ -87,13 +87,30 @@ def test_a_round_leaves_what_prefill_would(name):
         assert np.abs(a).sum() > 1
 
 
-RULES_OF = {"blockwise": "rejection", "medusa": "target_match", "hydra": "recursive", "mtp": "rejection"}
+@each
+def test_batch_mates_change_nothing(name):
+    """Tokens of a row, and how many of its drafts were accepted in each round, whatever the other rows hold."""
+    result = h.mixed(name, RULES_OF[name])
+    for rows in ([0, 4, 7], [3, 6, 9]):
+        prompts = [prompt if row in rows else [2, 2, 3] for row, prompt in enumerate(h.MIXED)]
+        heat = [t if row in rows else 0.7 for row, t in enumerate(h.MIXED_HEAT)]
+        other = h.run(name, RULES_OF[name], prompts, temperature=heat, ids=range(10))
+        assert [other.tokens[row] for row in rows] == [result.tokens[row] for row in rows]
+        np.testing.assert_array_equal(other.accepted[rows], result.accepted[rows])
+
+
+RULES_OF = {"blockwise": "rejection", "medusa": "target_match", "hydra": "recursive", "hydra, prefix": "recursive"}
+RULES_OF |= {"parallel_heads": "rejection", "mtp": "rejection"}
+IID = {"paths": medusa.chain_paths(K), "siblings": SIBLINGS["iid"]}
 CHAINS = {
-    "medusa": medusa.medusa(h.TARGET, paths=medusa.chain_paths(K), siblings=SIBLINGS["iid"]),
+    "medusa": medusa.medusa(h.TARGET, **IID),
     "hydra": h.drafter("hydra, chain"),
+    "hydra, prefix": hydra.hydra(h.TARGET, prefix=h.LAYER_CONFIG, **IID),
+    "parallel_heads": parallel_heads.parallel_heads(h.TARGET, config=h.LAYER_CONFIG, **IID),
     "mtp": h.drafter("mtp"),
 }
-SHARES = {"medusa": [0.8, 0.64, 0.512], "hydra": [0.8, 0.64, 0.512], "mtp": np.asarray([1, 0.6, 0.36]) / 1.96}
+SHARES = {"medusa": [0.8, 0.64, 0.512], "hydra": [0.8, 0.64, 0.512], "hydra, prefix": [0.8, 0.64, 0.512]}
+SHARES |= {"parallel_heads": [1 / 3] * 3, "mtp": np.asarray([1, 0.6, 0.36]) / 1.96}
 
 
 @functools.cache
@@ -212,33 +229,35 @@ def test_a_few_steps_of_descent_learn(name):
 @each
 def test_saved_and_loaded_again(name, tmp_path):
     """Bit for bit, with fewer drafts than it was trained for too, and in half the bytes where that is asked for."""
-    loaded = load_drafter(name, TARGET_LM, num_draft=K, weights=h.saved(name))
+    method = name.split(",")[0]
+    loaded = load_drafter(method, TARGET_LM, num_draft=K, weights=h.saved(name))
     for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(h.trained(name)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert loaded.card.extra_parameters == sum(x.size for x in jax.tree.leaves(h.trained(name)))
-    fewer = load_drafter(name, TARGET_LM, num_draft=2, weights=h.saved(name))
+    fewer = load_drafter(method, TARGET_LM, num_draft=2, weights=h.saved(name))
     assert fewer.drafter.depth == 2 and fewer.card.extra_parameters <= loaded.card.extra_parameters
     decode.check(h.TARGET, fewer.drafter, RULES[fewer.rule])
     config = json.loads((files.Path(h.saved(name)) / "config.json").read_text())
     files.save(tmp_path, h.trained(name), config, dtype=jnp.bfloat16)
-    half = load_drafter(name, TARGET_LM, num_draft=K, weights=str(tmp_path))
+    half = load_drafter(method, TARGET_LM, num_draft=K, weights=str(tmp_path))
     assert {x.dtype for x in jax.tree.leaves(half.params) if x.ndim > 1} == {jnp.dtype(jnp.bfloat16)}
     assert half.card.extra_bytes < 0.6 * loaded.card.extra_bytes
     if name != "mtp":
         with pytest.raises(ValueError, match="num_draft 4 > 3 heads"):
-            load_drafter(name, TARGET_LM, num_draft=4, weights=h.saved(name))
+            load_drafter(method, TARGET_LM, num_draft=4, weights=h.saved(name))
 
 
 @each
 def test_weights_that_do_not_fit_are_refused(name, tmp_path):
     """None, another method's, a missing tensor, one too many, another target's, a damaged file: one line each."""
+    method = name.split(",")[0]
 
     def refused(message, kind=ValueError, lm=TARGET_LM, weights=str(tmp_path)):
         with pytest.raises(kind, match=re.escape(message)) as error:
-            load_drafter(name, lm, num_draft=K, weights=weights)
+            load_drafter(method, lm, num_draft=K, weights=weights)
         assert "\n" not in str(error.value)
 
-    refused(f"train specjax.drafters.{name}.recipe", weights=None)
+    refused(f"train specjax.drafters.{method}.recipe", weights=None)
     refused("no config.json", FileNotFoundError)
     config = json.loads((files.Path(h.saved(name)) / "config.json").read_text())
     files.save(tmp_path, h.trained(name), {**config, "method": "other"})

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import hydra, medusa, mtp
+from specjax.drafters import hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import Params
@@ -20,6 +20,8 @@ from specjax.types import Params
         ("blockwise", "rejection"),
         ("medusa", "target_match"),
         ("hydra", "recursive"),
+        ("hydra, prefix", "recursive"),
+        ("parallel_heads", "rejection"),
         ("mtp", "rejection"),
     ],
 )
@@ -34,9 +36,14 @@ def test_tokens_are_those_of_plain_decoding(name, rule):
 LITTLE = TransformerConfig(4, 8, 1, 2, 1, 4, 16, 16)
 ROWS, CRITICAL = 20_000, 131.4  # chi-square of 63 degrees of freedom at 1e-6: at 20k rows it detects sum (p' - p)^2 / p >= 6e-3
 BRANCHES = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+LAYER = layer.config_of(LITTLE)
 LAWS = {
     "medusa": ("traversal", medusa.recipe, medusa.medusa, {"paths": BRANCHES, "siblings": SIBLINGS["iid"]}),
     "hydra": ("recursive", hydra.recipe, hydra.hydra, {"paths": BRANCHES}),
+    "hydra, prefix": ("recursive", functools.partial(hydra.recipe, prefix=LAYER), hydra.hydra,
+                      {"paths": BRANCHES, "prefix": LAYER}),
+    "parallel_heads": ("block", functools.partial(parallel_heads.recipe, config=LAYER), parallel_heads.parallel_heads,
+                       {"paths": medusa.chain_paths(2), "config": LAYER}),
     "mtp": ("block", functools.partial(mtp.recipe, config=mtp.config_of(LITTLE)), mtp.mtp,
             {"num_draft": 2, "config": mtp.config_of(LITTLE)}),
 }  # fmt: skip

@@ -183,6 +183,7 @@ REFUSALS = {
     "bias on o_proj": ({"attention_bias": True}, "attention_bias = true.*o_proj"),
     "bias in mlp": ({"mlp_bias": True}, "mlp_bias"),
     "partial rotary": ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    "partial rotary, GPT-NeoX style": ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
     "missing size": ({"hidden_size": None}, "lacks hidden_size"),
     "uneven heads": ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
     "bad layer types": (

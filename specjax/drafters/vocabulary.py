@@ -1,0 +1,100 @@
+"""A draft vocabulary: drafters that score the target's most frequent tokens only (FR-Spec, 2502.14856; EAGLE-3, 2503.01840).
+
+The vocabulary head is most of what a small drafter reads: 28 of 30 million weights a token for one head on a target of width
+576 and 49,152 tokens.  Outside its vocabulary a drafter's law is zero, which no rule minds: the residual has the rest.
+
+A drafter is not told: it is built for a view of its target whose `unembed` reads the columns of some ids.  Which ids they are
+belongs to the weights: another mapping would give every row of a law another meaning.  Ids ascend, so that the first of two
+equal logits is the same token as without a vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters.recipe import Batch, Recipe
+from specjax.types import LanguageModel
+
+Ids = tuple[int, ...]
+
+
+def frequent(tokens: np.ndarray, size: int, vocab_size: int) -> tuple[Ids, float]:
+    """The `size` most frequent of `tokens`, ascending, and the share of `tokens` that they are.
+
+    >>> frequent(np.array([5, 5, 2, 7, 2, 5]), 2, 9)
+    ((2, 5), 0.8333333333333334)
+    """
+    count = np.bincount(np.asarray(tokens), minlength=vocab_size)
+    ids = np.sort(np.argsort(-count, kind="stable")[:size])
+    return tuple(ids.tolist()), float(count[ids].sum() / max(count.sum(), 1))
+
+
+@functools.cache  # the same functions for the same ids: rebuilt closures would recompile
+def narrowed(target: LanguageModel, ids: Ids) -> LanguageModel:
+    """The target with a head of `ids` alone, logits [..., n]: what a loss reads.
+
+    Raises:
+      ValueError: the target has no head that could be narrowed, or ids that are not its own, ascending.
+    """
+    if target.narrow is None:
+        raise ValueError("this target has no vocabulary head to narrow: draft with all of its tokens")
+    array, narrow = np.asarray(ids), target.narrow
+    if array.dtype.kind != "i" or array.ndim != 1 or not (np.diff(array, prepend=-1, append=target.vocab_size) > 0).all():
+        raise ValueError(f"{len(ids)} ids of a draft vocabulary must ascend within 0 to {target.vocab_size - 1}, each once")
+    return target._replace(unembed=lambda params, hidden: target.unembed(narrow(params, jnp.asarray(ids, jnp.int32)), hidden))
+
+
+@functools.cache  # as above
+def widened(target: LanguageModel, ids: Ids) -> LanguageModel:
+    """The target whose logits [..., V] are -inf outside `ids`: what a drafter reads.  ValueError as `narrowed`."""
+    few, place = narrowed(target, ids), places(ids, target.vocab_size)
+
+    def unembed(params, hidden):
+        logits = few.unembed(params, hidden)
+        outside = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
+        return jnp.concatenate([logits, outside], -1)[..., place]  # place -1 is the column that was added
+
+    return target._replace(unembed=unembed)
+
+
+def seen_by(target: LanguageModel, ids: Sequence[int] | None) -> LanguageModel:
+    """What a drafter is built for: the target, or its view through a draft vocabulary where there is one."""
+    return target if ids is None else widened(target, tuple(ids))
+
+
+def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: Ids) -> Recipe:
+    """The recipe that `make` gives for a target, whose loss scores `ids` alone and whose drafter proposes no others.
+
+    A position whose label lies outside teaches nothing and counts as a miss; the target's law is renormalised within.
+
+    Raises:
+      ValueError: as `narrowed`, or the recipe trains a vocabulary head of its own.
+    """
+    inner, outer, place = make(narrowed(target, ids)), make(widened(target, ids)), places(ids, target.vocab_size)
+
+    def loss(trainable, target_params, batch: Batch, key):
+        return inner.loss(trainable, target_params, batch._replace(places=jnp.asarray(place)), key)
+
+    def init(key, target_params):
+        same = [jax.tree.map(jnp.shape, jax.eval_shape(one.init, key, target_params)) for one in (inner, outer)]
+        if same[0] != same[1]:
+            raise ValueError("a drafter with a vocabulary head of its own takes no draft vocabulary: leave one of them out")
+        return outer.init(key, target_params)
+
+    return outer._replace(loss=loss, init=init)
+
+
+def places(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Where each of the target's tokens stands in the vocabulary: [V], -1 for one outside.
+
+    >>> places((2, 5), 7).tolist()
+    [-1, -1, 0, -1, -1, 1, -1]
+    """
+    found = np.full(vocab_size, -1, np.int32)
+    found[list(ids)] = np.arange(len(ids))
+    return found
