@@ -63,7 +63,7 @@ def find_subject(command: Lossless) -> Subject:
         rule, num_draft = command.drafting.rule, command.num_draft
         own = own_of_built_in(command)
         return built_in(command.method, rule, target=command.target, num_draft=num_draft, sampling=params, **own)
-    check_names([command.method], command.drafting)
+    check_names([command.method], command.drafting, command.target)
     lm = load_target(Target(command.target, command.weights_dtype))
     rows = demo.PROMPTS if command.prompts is None else select(load_prompts(command.prompts), limit=command.limit)
     chat = lm.tokenizer is not None and lm.tokenizer.chat_template is not None
@@ -82,10 +82,10 @@ def own_of_built_in(command: Lossless) -> dict[str, str]:
             raise ValueError(f"--{flag} is for real models, and the target {command.target} brings its own: leave it out")
     if method not in api.METHODS:
         raise ValueError(unknown("method", method, api.METHODS))
-    own = parse_options(api.METHODS[method], drafting.option)
-    fixed = sorted(set(own) - {"children"})
+    own = parse_options(api.METHODS[method].load, drafting.option)
+    fixed = sorted(set(own) - {"children", "weights"})
     if fixed:
-        raise ValueError(f"--option {fixed[0]}: a built-in subject takes children only; give a real --target")
+        raise ValueError(f"--option {fixed[0]}: a built-in subject takes children and weights only; give a real --target")
     if "children" in own:
         find_siblings(own["children"])
     return own

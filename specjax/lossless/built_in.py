@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import METHODS
+from specjax.drafters import METHODS, blockwise, files, hydra, medusa, mtp
+from specjax.drafters.base import options
 from specjax.lossless.subject import Subject, of_model
 from specjax.models.load import LM
 from specjax.models.table import table
@@ -25,34 +28,67 @@ TINY_PROMPTS = ((3, 4, 5, 3, 4), (7,), (9, 8, 7, 6, 9, 8, 7), tuple([5, 11] * 11
 ON_A_TABLE = ("plain", "ngram", "small", "specinfer")
 """Methods that a table can carry; the others read layers and get the tiny transformer."""
 
+HEAD_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+"""Rank paths of the tree that built-in heads draft."""
+
+HEADS = {
+    "blockwise": functools.partial(blockwise.recipe, hidden=16),
+    "medusa": medusa.recipe,
+    "hydra": hydra.recipe,
+    "mtp": functools.partial(mtp.recipe, config=mtp.config_of(CONFIG)),
+}
+"""Recipes of the methods that are trained after the target."""
+
 
 def built_in(
-    method: str, rule: str | None = None, *, target: str = "table", num_draft: int = 3, children: str = "without_replacement",
-    sampling: SamplingParams = SamplingParams(temperature=1.0),
+    method: str, rule: str | None = None, *, target: str = "table", num_draft: int = 3, children: str | None = None,
+    weights: str | None = None, sampling: SamplingParams = SamplingParams(temperature=1.0),
 ) -> Subject:  # fmt: skip
     """The built-in subject of a drafting method: its drafter is built by the method's own loader.
 
     Args:
-      method: a key of METHODS that needs no training.
+      method: a key of METHODS.
       rule: a key of RULES; None is the method's usual one.
       target: "table" or "tiny", a transformer of two layers; a method that reads layers always gets the latter.
       num_draft: K.
-      children: how specinfer draws them.
+      children: how specinfer, medusa and hydra draw them; None is the loader's own way, of specinfer without replacement.
+      weights: the directory of a drafter that was trained for "tiny"; untrained heads, see `save_heads`, unless given.
       sampling: of every request.
 
     Raises:
-      ValueError: a method for which no drafter comes built in.
+      ValueError: a method for which no drafter comes built in, or weights that do not fit.
     """
     lm, smaller = _models("table" if target == "table" and method in ON_A_TABLE else "tiny")
-    options = {
+    wide = (2,) * min(2, num_draft) + (1,) * (num_draft - 2)
+    own: dict[str, dict[str, Any]] = {
         "plain": {}, "ngram": {"min_order": 1}, "early_exit": {"layers": 1}, "small": {"model": smaller},
-        "specinfer": {"models": smaller, "expansion": (2,) * min(2, num_draft) + (1,) * (num_draft - 2), "children": children},
+        "specinfer": {"models": smaller, "expansion": wide, "children": "without_replacement"}, **{name: {} for name in HEADS},
     }  # fmt: skip
-    if method not in options:
-        raise ValueError(f"no drafter of method {method!r} comes built in: use one of {', '.join(options)}, or a real model")
-    loaded = METHODS[method].load(lm, num_draft=num_draft, **options[method])
+    if method not in own:
+        raise ValueError(f"no drafter of method {method!r} comes built in: use one of {', '.join(own)}, or a real model")
+    given = {**own[method], **({"children": children} if children and "children" in options(METHODS[method].load) else {})}
+    with tempfile.TemporaryDirectory() as directory:
+        if method in HEADS:
+            given["weights"] = save_heads(directory, method, num_draft) if weights is None else weights
+        loaded = METHODS[method].load(lm, num_draft=num_draft, **given)
     kind, prompts = ("table", TABLE_PROMPTS) if lm.model is _models("table")[0].model else ("tiny", TINY_PROMPTS)
     return of_model(lm, loaded, prompts, target=kind, rule=rule, sampling=sampling)
+
+
+def save_heads(directory: str, method: str, num_draft: int) -> str:
+    """Write heads for "tiny" that nobody trained, the same ones each time, and return the directory.
+
+    They are what training begins with, the target's own prediction, disturbed so that nothing in them is zero: each is right
+    sometimes.  Nothing is learnt, for to be lossless is no matter of skill.
+    """
+    lm, _ = _models("tiny")
+    params = jax.jit(HEADS[method](lm.model, num_draft=num_draft).init)(jax.random.key(0), lm.params)
+    leaves, treedef = jax.tree.flatten(params)
+    rng = np.random.default_rng(0)
+    disturbed = [x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
+    about = {"medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}, "mtp": mtp.config_of(CONFIG)._asdict()}
+    files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {})})
+    return directory
 
 
 @functools.cache

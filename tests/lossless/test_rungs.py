@@ -217,8 +217,8 @@ def test_sizes_follow_the_cost_of_a_token():
 
 
 def test_unknown_methods_are_refused_in_one_line():
-    with pytest.raises(ValueError, match="'medusa' comes built in"):
-        built_in("medusa")
+    with pytest.raises(ValueError, match="'heads' comes built in"):
+        built_in("heads")
 
 
 def test_requests_have_keys_of_their_own():
