@@ -2,7 +2,8 @@
 
 Question: has a run saturated, and does tau in decoding follow the teacher-forced loss?
 
-Command:    python experiments/train_figure.py RUN [RUN ...] --out figure.png      # RUN holds metrics.jsonl
+Command:    specjax train drafter medusa --out /tmp/medusa
+            python experiments/train_figure.py /tmp/medusa/run [RUN ...] --out figure.png      # RUN holds metrics.jsonl
 Run time:   seconds; needs matplotlib (pip install "specjax[plot]")
 Expected:   two panels; a run that is saturated is flat over its last third
 """

@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--count", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--out", type=Path, default=Path("trained_methods.md"), help="the table; .json beside it has all numbers")
+    parser.add_argument("--out", type=Path, default=Path("trained_methods.md"), help="the table; .json beside it has the rest")
     args = parser.parse_args()
     lm = specjax.load(args.model)
     prompts = of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)

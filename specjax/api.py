@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, keys, sampling
+from specjax import decode, keys, sampling, zoo
 from specjax.drafters import METHODS
 from specjax.drafters.base import LoadedDrafter, options
 from specjax.metrics import Statistics, cut, statistics
@@ -62,7 +62,7 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
       lm: the target.
       num_draft: K, the tokens drafted along one path; bound here, for it is a static shape.
       **settings: options of the method's own `load`, such as `layers` of early_exit; `model` of small, and each of `models` of
-        specinfer, is an LM or what `load` takes.
+        specinfer, is an LM or what `load` takes; `weights` and `model` may be left out where the package has them for `lm`.
 
     Raises:
       ValueError: an unknown method or option (naming the nearest), num_draft below 1, a drafter that does not fit.
@@ -71,10 +71,14 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
         raise ValueError(unknown("method", method, METHODS))
     if num_draft < 1:
         raise ValueError(f"num_draft={num_draft}: draft at least 1 token, or use the method 'plain'")
-    wrong = [name for name in settings if name not in options(METHODS[method])]
+    known = options(METHODS[method].load)
+    wrong = [name for name in settings if name not in known]
     if wrong:
-        raise ValueError(unknown(f"option of {method}", wrong[0], options(METHODS[method])))
-    for name in {"model", "models"} & set(options(METHODS[method])):
+        raise ValueError(unknown(f"option of {method}", wrong[0], known))
+    packaged = zoo.drafter(lm.name, method)
+    if packaged is not None:
+        settings |= {name: str(packaged) for name in ("weights", "model") if name in known and settings.get(name) is None}
+    for name in {"model", "models"} & set(known):
         if not settings.get(name):
             raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
         settings[name] = _loaded(settings[name])

@@ -1,4 +1,4 @@
-"""The command `specjax`: each subcommand is a dataclass of flags (`flags.py`) handed to its file in `commands/`.
+"""The command `specjax`: each subcommand is a dataclass of flags (`flags/`) handed to its file in `commands/`.
 
 Progress and tables go to stderr, generated text to stdout, `--json FILE` (`-` = stdout) gets one object at the very end.
 Exit status 0 = done, 1 = `lossless` did not pass, 2 = bad input, told in one line on stderr.

@@ -28,7 +28,8 @@ def silent(text: str) -> None:
 
 def say(line: str) -> None:
     """Anything else."""
-    print(line, file=sys.stderr, flush=True)
+    tqdm.write(line, file=sys.stderr)  # above a bar, if there is one
+    sys.stderr.flush()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -50,7 +51,7 @@ def progress_bar(unit: str) -> Iterator[Callable[..., None]]:
 
     def report(done: int, total: int, label: str = "") -> None:
         if not bars:
-            bars.append(tqdm(total=total, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr))
+            bars.append(tqdm(total=total, initial=done, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr))
         bars[0].set_description_str(label)
         bars[0].update(done - bars[0].n)
 

@@ -146,7 +146,7 @@ class LanguageModel(NamedTuple):
     width: int
     num_layers: int
     max_length: int  # the longest context it was made for, in tokens
-    narrow: Callable | None = None  # (params, ids [n]) -> params with which `unembed` gives the logits [..., n] of these ids alone
+    narrow: Callable | None = None  # (params, ids [n]) -> params for an `unembed` to the logits [..., n] of these ids
 
 
 class Drafter(NamedTuple):

@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from specjax import METHODS, RULES, SamplingParams, cli, demo, load_drafter
 from specjax.api import generate
 from specjax.commands import common
-from specjax.drafters.base import Method, parse_options
+from specjax.drafters.base import parse_options
 from specjax.drafters.siblings import SIBLINGS
 from specjax.flags import COMMANDS, flags, parse, settings
 from specjax.models import load as loading
@@ -139,7 +139,7 @@ def test_values_of_options_have_the_types_of_their_loader():
     ):
         pass
 
-    read = lambda *words: parse_options(Method(load, "none", "rejection", ""), words)
+    read = lambda *words: parse_options(load, words)
     assert read("n=-3", "x=1e-2", "on=false", "sizes=1,2", "text=a=b") == dict(n=-3, x=0.01, on=False, sizes=(1, 2), text="a=b")
     assert read("sizes=4", "text=") == {"sizes": (4,), "text": ""}
     for word, message in (
@@ -211,6 +211,21 @@ def test_demo(capsys, model, monkeypatch):
 BAD = {
     "command": (["gnerate", "w5"], "no command 'gnerate': did you mean 'generate'"),
     "no command": ([], "Expected one of"),
+    "nothing to train": (["train"], "Expected one of {testbed, corpus, drafter}"),
+    "no such thing to train": (["train", "drafters", "medusa"], "no command 'train drafters': did you mean 'drafter'"),
+    "nowhere": (["train", "corpus"], "Missing from specjax train corpus: --out"),
+    "flag of a run": (["train", "drafter", "mtp", "--out", "x", "--stps", "3"], "train drafter has no '--stps': did you mean"),
+    "recipe": (["train", "drafter", "medsua", "--out", "x"], "no recipe 'medsua': did you mean 'medusa'"),
+    "option of a recipe": (["train", "drafter", "mtp", "--out", "x", "--option", "layers=2"], "no option 'layers'"),
+    "steps": (["train", "drafter", "mtp", "--out", "x", "--steps", "0"], "steps 0 < 1"),
+    "steps of the testbed": (["train", "testbed", "--out", "x", "--steps", "0"], "--steps 0: ask for at least 1"),
+    "numbers of weights": (["train", "drafter", "small", "--out", "x", "--dtype", "int8"], "'int8' is not one that small"),
+    "no text": (["train", "drafter", "mtp", "--out", "x", "--model", "smollm2-135m"], "--corpus is needed for smollm2-135m"),
+    "no corpus": (["train", "drafter", "mtp", "--out", "x", "--corpus", "/no/such"], "/no/such: no finished corpus"),
+    "nothing to export": (["train", "testbed", "--out", "/no/such", "--export", "x"], "nothing has been trained in /no/such"),
+    "temperatures": (["train", "corpus", "--out", "x", "--temperatures", "0,hot"], "'0,hot' is not FLOAT[,FLOAT...]"),
+    "turns": (["train", "corpus", "--out", "x", "--turns", "0"], "--turns 0: ask for at least 1"),
+    "faster by what": (["train", "corpus", "--out", "x", "--drafter", "n-gram"], "no method 'n-gram': did you mean 'ngram'"),
     "flag": (["generate", "w5", "--temperture", "1"], "has no '--temperture': did you mean '--temperature'"),
     "value": (["generate", "w5", "--temperature", "warm"], "--temperature"),
     "method": (["generate", "w5", "--method", "ngramm"], "no method 'ngramm': did you mean 'ngram'"),
@@ -282,7 +297,7 @@ def test_a_target_without_a_law(capsys, tmp_path, command):
 
 
 def test_help(capsys):
-    for arguments in (["--help"], *([name, "--help"] for name in COMMANDS)):
+    for arguments in (["--help"], *([*name.split(), "--help"] for name in [*COMMANDS, "train"])):
         status, out, err = run(capsys, *arguments)
         assert status == 0 and "usage: specjax" in out and err == ""
 
@@ -290,7 +305,8 @@ def test_help(capsys):
 def test_every_flag_has_a_value_in_the_settings():
     for name, command in COMMANDS.items():
         known = [flag.removeprefix("--").replace("-", "_") for flag in flags(command)]
-        assert set(known) <= set(settings(parse([name]))) and len(known) == len(set(known))
+        required = ["--out", "x"] * name.startswith("train") + ["medusa"] * (name == "train drafter")
+        assert set(known) <= set(settings(parse([*name.split(), *required]))) and len(known) == len(set(known))
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(capsys, model, cache):

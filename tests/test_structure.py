@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "names": set(),
     "latency": {"types"},
     "schedule": {"types", "latency"},
-    "train": HEART | {"checkpoint", "sharding"},
+    "train": HEART | {"checkpoint", "sharding", "names"},
     "lossless": HEART,
     "sharding": CORE,
     "checkpoint": CORE,

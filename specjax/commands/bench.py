@@ -17,7 +17,7 @@ def run(command: Bench, write: Write) -> dict:
     """Measure methods side by side."""
     asked, params, drafting = command.asked, command.sampling.params(), command.drafting
     rows = choose(command.prompt, asked, demo.PROMPTS)
-    check_names(command.methods, drafting)
+    check_names(command.methods, drafting, command.target.model)
     check_counts(asked.max_new_tokens, command.num_draft)
     sampling.check(params, 0)
     lm = load_target(command.target)

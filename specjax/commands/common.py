@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
-from specjax import api, demo, sampling
+from specjax import api, demo, sampling, zoo
 from specjax.console import progress_bar, say
 from specjax.drafters.base import LoadedDrafter, options, parse_options, readable
 from specjax.flags import Bench, Drafting, Generate, Prompts, Target, settings
-from specjax.models.load import LM, load
+from specjax.models.load import LM, NAMES, load
 from specjax.names import unknown
 from specjax.prompts import PromptRow, load_prompts, select
 
@@ -47,7 +48,7 @@ def resolved(command: Generate | Bench, params: sampling.SamplingParams, **decid
     return {**chosen, **decided, "sampling": params._asdict()}
 
 
-def check_names(methods: Sequence[str], drafting: Drafting) -> None:
+def check_names(methods: Sequence[str], drafting: Drafting, target: str) -> None:
     """Raise ValueError for a method or rule that does not exist, and for a flag that none of the methods takes or one lacks."""
     for name in methods:
         if name not in api.METHODS:
@@ -56,31 +57,50 @@ def check_names(methods: Sequence[str], drafting: Drafting) -> None:
         api.find_rule(drafting.rule)
     models, layers = ",".join(drafting.draft_model), drafting.exit_layers
     for flag, value, names in (("draft-model", models, {"model", "models"}), ("exit-layers", layers, {"layers"})):
-        owners = [name for name, method in api.METHODS.items() if names & set(options(method))]
+        owners = [name for name, method in api.METHODS.items() if names & set(options(method.load))]
         if value not in ("", None) and not set(owners) & set(methods):
             who = f"of the method {' or '.join(owners)}, not of {', '.join(methods)}"
             raise ValueError(f"--{flag} {value} is {who}: leave it out or add {owners[0]}")
     for name in methods:
-        if not has_models(name, drafting):
-            wanted = "a small model" if "model" in options(api.METHODS[name]) else "small models"
+        if not has_models(name, drafting, target):
+            wanted = "a small model" if "model" in options(api.METHODS[name].load) else "small models"
             given = f"give --draft-model, which names {len(drafting.draft_model)}"
             raise ValueError(f"the method {name} needs {wanted} of the target's vocabulary: {given}")
-        parse_options(api.METHODS[name], own_options(name, drafting))
-    known = {option for name in methods for option in readable(api.METHODS[name])}
+        parse_options(api.METHODS[name].load, own_options(name, drafting))
+    known = {option for name in methods for option in readable(api.METHODS[name].load)}
     for option in drafting.option:
         if option.partition("=")[0] not in known:
             raise ValueError(unknown(f"option of {' or '.join(methods)}", option.partition("=")[0], sorted(known)))
 
 
-def has_models(method: str, drafting: Drafting) -> bool:
-    """Whether --draft-model names as many models as a method wants."""
-    known, given = options(api.METHODS[method]), len(drafting.draft_model)
-    return given == 1 if "model" in known else given > 0 if "models" in known else True
+def has_models(method: str, drafting: Drafting, target: str) -> bool:
+    """Whether --draft-model names as many models as a method wants, or the package holds the one for this target."""
+    known, given = options(api.METHODS[method].load), len(drafting.draft_model)
+    if "model" in known:
+        return given == 1 or not given and packaged(method, target)
+    return given > 0 if "models" in known else True
+
+
+def has_weights(method: str, drafting: Drafting, target: str) -> bool:
+    """Whether a method wants no weights, is given them, or the package holds those for this target."""
+    given = any(option.startswith("weights=") for option in own_options(method, drafting))
+    return "weights" not in options(api.METHODS[method].load) or given or packaged(method, target)
+
+
+def packaged(method: str, target: str) -> bool:
+    """Whether a drafter for this very target lies in the package; a path is no name."""
+    return target in NAMES and zoo.drafter(target, method) is not None
+
+
+def usual_depth(method: str, target: str) -> int:
+    """K of the packaged drafter for a target, as its config says; 4 where none says any."""
+    found = zoo.drafter(target, method) if target in NAMES else None
+    return 4 if found is None else json.loads((found / "config.json").read_text("utf-8")).get("num_draft", 4)
 
 
 def own_options(method: str, drafting: Drafting) -> list[str]:
     """Those of --option that a method takes."""
-    return [option for option in drafting.option if option.partition("=")[0] in readable(api.METHODS[method])]
+    return [option for option in drafting.option if option.partition("=")[0] in readable(api.METHODS[method].load)]
 
 
 def check_counts(max_new_tokens: int, num_draft: Sequence[int]) -> None:
@@ -99,8 +119,8 @@ def load_target(target: Target) -> LM:
 
 def build_drafter(lm: LM, method: str, num_draft: int, drafting: Drafting) -> LoadedDrafter:
     """A method's drafter with those of the flags that are its own."""
-    models, known = drafting.draft_model, options(api.METHODS[method])
+    models, known = drafting.draft_model, options(api.METHODS[method].load)
     flags = {"model": models[0] if models else None, "models": models or None, "layers": drafting.exit_layers}
     given = {name: value for name, value in flags.items() if name in known and value is not None}
-    given |= parse_options(api.METHODS[method], own_options(method, drafting))
+    given |= parse_options(api.METHODS[method].load, own_options(method, drafting))
     return api.load_drafter(method, lm, num_draft=num_draft, **given)

@@ -23,7 +23,7 @@ def run(command: Generate, write: Write) -> dict:
         )
     num_draft = 4 if command.num_draft is None else command.num_draft
     rows = choose(command.prompt, asked, ())
-    check_names([name], command.drafting)
+    check_names([name], command.drafting, command.target.model)
     check_counts(asked.max_new_tokens, [num_draft])
     sampling.check(params, 0)
     lm = load_target(command.target)

@@ -30,6 +30,7 @@ class LM(NamedTuple):
     params: Any
     tokenizer: text.Tokenizer
     config: TransformerConfig
+    name: str = ""  # a key of NAMES, if it was loaded by one: drafters are packaged for names
 
 
 def load(
@@ -61,7 +62,8 @@ def load(
                 f"max_length {max_length} does not lie in 2 to {config.max_length}, the context {name_or_path} was made for"
             )
         config = config._replace(max_length=max_length)
-    return LM(language_model(config, dtype=dtype), params, tokenizer, config)
+    name = str(name_or_path)
+    return LM(language_model(config, dtype=dtype), params, tokenizer, config, name if name in NAMES else "")
 
 
 def _find(name: str, progress: fetch.Progress | None) -> Path:

@@ -76,7 +76,7 @@ def build(
     directory = Path(directory)
     shards = directory / "shards"
     plan = json.loads(json.dumps({**provenance, "items": count, "shard": shard}))
-    if _planned(directory / "plan.json", plan) and all((directory / name).is_file() for name in FILES):
+    if planned(directory / "plan.json", plan) and all((directory / name).is_file() for name in FILES):
         return read(directory)
     shards.mkdir(parents=True, exist_ok=True)
     _replace(directory / "plan.json", lambda file: file.write(json.dumps(plan, indent=1).encode()))
@@ -104,7 +104,7 @@ def read(directory: str | Path) -> Corpus:
     )
 
 
-def _planned(path: Path, plan: dict) -> bool:
+def planned(path: Path, plan: dict) -> bool:
     """Whether work on this very plan has begun; ValueError if on another."""
     if not path.exists():
         return False

@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     log_every: int = 10  # steps
     save_seconds: float = 300.0
     keep: int = 2  # checkpoints
+    compute: str = "float32"  # dtype that matrices are multiplied in, or "bfloat16"; what is trained stays float32
 
 
 class Train(NamedTuple):
@@ -74,18 +75,34 @@ def adamw(s: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(s.clip), update)
 
 
+def lowered(params: Any, dtype: str) -> Any:
+    """Parameters whose float32 matrices are of `dtype`, in which products are then computed; gradients pass through.
+
+    Raises:
+      ValueError: a dtype that is neither float32 nor bfloat16.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"compute {dtype!r} is not supported: train in float32 or bfloat16")
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 and x.dtype == jnp.float32 else x, params)
+
+
 def train_step(
-    state: Train, target_params, parts: Batch, key: Array, *, recipe: Recipe, target: LanguageModel | None, optimizer
-) -> tuple[Train, dict[str, Array]]:
+    state: Train, target_params, parts: Batch, key: Array, *, recipe: Recipe, target: LanguageModel | None, optimizer,
+    compute: str = "float32",
+) -> tuple[Train, dict[str, Array]]:  # fmt: skip
     """One update from parts [A, B, T]: each weighs by its labels, so that how rows are split changes nothing.
 
     An update without labels, or with a loss or gradient that is not finite, leaves parameters and optimizer as they were.
     """
+    frozen = lowered(target_params, compute)
+
+    def loss_of(params, part, key):
+        return recipe.loss(lowered(params, compute), frozen, part, key)
 
     def one(total, part_and_key):
         part, key = part_and_key
-        part = with_output(part, target, target_params, recipe.features)
-        (loss, metrics), gradient = jax.value_and_grad(recipe.loss, has_aux=True)(state.params, target_params, part, key)
+        part = with_output(part, target, frozen, recipe.features)
+        (loss, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params, part, key)
         weight = metrics["weight"]
         return jax.tree.map(lambda t, g: t + weight * g, total, gradient), {**metrics, "loss": loss}
 
@@ -150,7 +167,7 @@ def fit(
     directory = Path(directory)
     state = begin(recipe, target_params, settings, directory)
     journal = Journal(directory, settings, batches, int(state.step), progress)
-    step_of = functools.partial(train_step, recipe=recipe, target=target, optimizer=adamw(settings))
+    step_of = functools.partial(train_step, recipe=recipe, target=target, optimizer=adamw(settings), compute=settings.compute)
     update = jax.jit(step_of, donate_argnames="state")
     key, saved = jax.random.key(settings.seed + 1), time.monotonic()
     if not journal.first:
@@ -183,6 +200,7 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
         self.path, self.settings, self.batches, self.progress = directory / "metrics.jsonl", settings, batches, progress
         self.first, self.pending, self.rows = first, [], 0
+        self.last = time.monotonic()
         self.clock: list[tuple[float, int]] = []  # (seconds, step) of the last reports; the first step, which compiles, is over
         lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first and first]
@@ -210,11 +228,12 @@ class Journal:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line and report it."""
-        left = math.nan
-        facts: dict[str, float] = {"step": step, "tokens": step * self.rows, **metrics}
+        left, now = math.nan, time.monotonic()
+        facts: dict[str, float] = {"step": step, "tokens": step * self.rows, "seconds": now - self.last, **metrics}
+        self.last = now
         if self.clock and step > self.clock[-1][1]:
-            self.clock = [*self.clock[-20:], (time.monotonic(), step)]
-            (begun, first), (now, _) = self.clock[0], self.clock[-1]
+            self.clock = [*self.clock[-20:], (now, step)]
+            begun, first = self.clock[0]
             each = (now - begun) / (step - first)
             left = each * (self.settings.steps - step)
             facts |= {"rate": float(rates(self.settings)(step - 1)), "tokens_per_second": self.rows / each}

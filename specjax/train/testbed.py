@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from specjax import text
+from specjax import checkpoint, text
+from specjax.drafters import mtp
+from specjax.drafters.recipe import Recipe
 from specjax.models.transformer import TransformerConfig, language_model
-from specjax.train import corpus, stdlib
+from specjax.train import cards, corpus, stdlib
 from specjax.train.evaluate import held_out
-from specjax.train.loop import Evaluate, Settings
+from specjax.train.export import save_directory
+from specjax.train.joint import joint_mtp
+from specjax.train.loop import Evaluate, Settings, begin
 from specjax.train.packing import Batches, batches, then
 from specjax.train.target import target_recipe
 
@@ -39,11 +46,14 @@ class Testbed(NamedTuple):
     held_out: corpus.Corpus
 
 
-def prepare(directory: str | Path, progress: corpus.Progress = lambda done, total: None) -> Testbed:
-    """Tokenizer and both corpora, made in `directory` where they are not there yet."""
+def prepare(
+    directory: str | Path, progress: corpus.Progress = lambda done, total: None, tokenizer: text.Tokenizer | None = None
+) -> Testbed:  # fmt: skip
+    """Tokenizer and both corpora, made in `directory` where they are not there yet; a given tokenizer is used as it is."""
     directory = Path(directory)
     train, held = stdlib.sources()
-    tokenizer = load_tokenizer(directory / "tokenizer.json", train)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(directory / "tokenizer.json", train)
     both = [tokenize(directory / name, part, tokenizer, progress) for name, part in (("train", train), ("held_out", held))]
     return Testbed(tokenizer, *both)
 
@@ -58,6 +68,38 @@ def judge(bed: Testbed) -> Evaluate:
     """Loss and accuracy on 32 whole rows of held-out modules."""
     rows = batches(bed.held_out, length=CONFIG.max_length, batch=4)
     return held_out(target_recipe(language_model(CONFIG)), rows, steps=8)
+
+
+def joint(num_draft: int = 3) -> Recipe:
+    """The testbed's target and an MTP module shaped like one of its layers, trained together; give `fit` no target."""
+    return joint_mtp(language_model(CONFIG), num_draft=num_draft, config=mtp.config_of(CONFIG))
+
+
+def export(bed: Testbed, settings: Settings, run: str | Path, goal: str | Path, *, dtype: str = "float16") -> dict:
+    """Write the newest checkpoint of `run` to the directory `goal` as a model with its card; what was measured.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+    """
+    run, goal = Path(run), Path(goal)
+    if not checkpoint.steps(run / "checkpoints"):
+        raise FileNotFoundError(f"{run}: no checkpoint yet: train first")
+    state = begin(target_recipe(language_model(CONFIG)), (), settings, run)
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, dtype).astype(jnp.float32), state.params)
+    full, shipped = (judge(bed)(params, ()) for params in (state.params, rounded))
+    save_directory(goal, CONFIG, state.params, bed.tokenizer, dtype=dtype)
+    train, held, step = bed.train.provenance, bed.held_out.provenance, int(state.step)
+    held_bytes = len(bed.tokenizer.decode(bed.held_out.tokens.tolist()).encode())
+    facts = {
+        **CONFIG._asdict(), **settings._asdict(), "step": step, "update": TOKENS, "eos": EOS, "seen": step * TOKENS,
+        "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "versions": cards.versions(), "dtype": dtype,
+        "source": train["source"], "modules": train["modules"], "digest": train["sha256"], "data_tokens": len(bed.train.tokens),
+        "held_modules": held["modules"], "held_digest": held["sha256"], "held_tokens": len(bed.held_out.tokens),
+        "loss": shipped["held_out_loss"], "full": full["held_out_loss"], "accuracy": shipped["held_out_accuracy"],
+        "bits": shipped["held_out_loss"] / np.log(2) * len(bed.held_out.tokens) / held_bytes,
+    }  # fmt: skip
+    (goal / "card.md").write_text(cards.TESTBED.format(**facts), "utf-8")
+    return {name: facts[name] for name in ("step", "loss", "full", "accuracy", "bits", "parameters", "seen")}
 
 
 def load_tokenizer(path: Path, documents: Sequence[stdlib.Source]) -> text.Tokenizer:

@@ -1,18 +1,26 @@
 """What ships with the package: models and drafters, each a directory with its weights and a card.
 
-`testbed/` is a Llama-shaped model of 2 million parameters, trained by specjax on the Python standard library.
+`testbed/` is a Llama-shaped model of 2 million parameters, trained by specjax on the Python standard library; its drafters
+lie in it, a directory each, named by their method.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+HOME = Path(__file__).parent
+
 
 def path(name: str) -> Path:
     """Directory of a packaged model or drafter; FileNotFoundError, one line, names those there are."""
-    home = Path(__file__).parent
-    found = home / name
+    found = HOME / name
     if not (found / "config.json").is_file():
-        there = sorted(str(p.parent.relative_to(home)) for p in home.rglob("config.json")) or ["none"]
+        there = sorted(str(p.parent.relative_to(HOME)) for p in HOME.rglob("config.json")) or ["none"]
         raise FileNotFoundError(f"no packaged weights {name!r}: there are {', '.join(there)}")
     return found
+
+
+def drafter(target: str, method: str) -> Path | None:
+    """Directory of the packaged drafter of `method` for the packaged model `target`; None where there is none."""
+    found = HOME / target / method
+    return found if target and (found / "config.json").is_file() else None

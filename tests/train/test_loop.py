@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import PROMPTS, SMALL, TARGET, V, small_params, target_params
 
+from specjax import checkpoint
 from specjax.drafters.objectives import chunked, kl, mean
 from specjax.drafters.recipe import Batch, Recipe, forward, labels, with_output
 from specjax.drafters.small import small
@@ -83,7 +84,7 @@ def test_killed_and_resumed(recipe, rows, tmp_path):
     assert same_bits(again, whole)
     assert reports[0].step == 4 and reports[-1].step == reports[-1].steps == 6
     a, b = lines(tmp_path / "whole"), lines(tmp_path / "cut")
-    timed = ("tokens_per_second", "rate")
+    timed = ("tokens_per_second", "rate", "seconds")
     strip = lambda found: [{k: v for k, v in line.items() if k not in timed} for line in found]
     assert [line["step"] for line in b] == list(range(7))  # a report before every checkpoint
     assert strip(a) == strip(b)
@@ -111,22 +112,37 @@ def stack(*parts):
     return jax.tree.map(lambda *x: jnp.stack(x), *parts)
 
 
-def test_accumulation_weighs_by_labels(rows):
-    """R19: one row with 1 label and one with 7, as one batch or as two."""
-    recipe = target_recipe(SMALL)
-    batch = rows.at(0)
-    batch = batch._replace(
-        mask=jnp.asarray([[0, 1] + [0] * 10, [0] + [1] * 7 + [0] * 4], bool), segments=jnp.zeros((2, 12), jnp.int32)
-    )
+def uneven():
+    """One row with 1 label and one with 15."""
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, V, (2, 16)), jnp.int32)
+    mask = jnp.asarray([[0, 1] + [0] * 14, [0] + [1] * 15], bool)
+    return Batch(tokens, mask, jnp.zeros((2, 16), jnp.int32))
+
+
+def test_R19_accumulation_weighs_by_labels():
+    """1 and 15 labels, as one batch or as two."""
+    recipe, batch = target_recipe(SMALL), uneven()
     halves = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(2)]
     _, whole, a = step_with(recipe, stack(batch))
     _, parts, b = step_with(recipe, stack(*halves))
-    assert a["weight"] == b["weight"] == 8 and abs(a["loss"] - b["loss"]) < 1e-6
+    assert a["weight"] == b["weight"] == 16 and abs(a["loss"] - b["loss"]) < 1e-6
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), whole.params, parts.params)
 
 
-def test_a_batch_without_labels_teaches_nothing(rows, text, tmp_path):
-    """R11: loss 0, parameters as they were, counted; among others it does not count."""
+def test_R19_the_logged_loss_is_a_mean_over_labels(rows, tmp_path):
+    """Two updates with 1 and 15 labels, the first at rate 0: their line is the loss of both rows at the first parameters."""
+    recipe, batch = target_recipe(SMALL), uneven()
+    parts = rows._replace(at=lambda step: jax.tree.map(lambda x: x[step : step + 1], batch))
+    fit(recipe, parts, SETTINGS._replace(steps=2, warmup=1, save_seconds=300), tmp_path)
+    params = recipe.init(jax.random.key(0), ())
+    expected = [float(recipe.loss(params, (), x, jax.random.key(0))[0]) for x in (batch, parts.at(0), parts.at(1))]
+    found = lines(tmp_path)[-1]
+    assert abs(found["loss"] - expected[0]) < 1e-5 and abs(np.mean(expected[1:]) - expected[0]) > 1e-2
+    assert found["weight"] == 8
+
+
+def test_R11_a_batch_without_labels_teaches_nothing(rows, text, tmp_path):
+    """Loss 0, parameters as they were, counted; among others it does not count."""
     recipe = target_recipe(SMALL)
     empty = rows.at(0)._replace(mask=jnp.zeros((2, 12), bool))
     before, after, metrics = step_with(recipe, stack(empty))
@@ -155,15 +171,48 @@ def test_nan_stops_with_step_and_rows(rows, tmp_path):
     assert int(state.step) <= 3 and all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
-def test_rates():
-    """R19: never above the peak; a resumed run asks the same function of the same step."""
+def test_R13_ten_and_ten_is_twenty(rows, tmp_path):
+    """Warm-up of 4: a run that is killed after 10 steps goes on with the learning rates and parameters of one that is not."""
+    settings, rate = SETTINGS._replace(steps=20, warmup=4, log_every=1, evaluate_every=99), []
+
+    def note(report):
+        rate.append((report.step, report.metrics.get("rate")))
+
+    def kill(report):
+        note(report)
+        if report.step == 11:  # step 10 is on disk
+            raise KeyboardInterrupt
+
+    whole = fit(target_recipe(SMALL), rows, settings, tmp_path / "whole", progress=note)
+    expected, rate[:] = dict(rate), []
+    with pytest.raises(KeyboardInterrupt):
+        fit(target_recipe(SMALL), rows, settings, tmp_path / "cut", progress=kill)
+    first, rate[:] = dict(rate), []
+    state = begin(target_recipe(SMALL), (), settings, tmp_path / "cut")
+    counts = [int(x) for x in jax.tree.leaves(state.optimizer) if jnp.issubdtype(x.dtype, jnp.integer)]
+    assert int(state.step) == 10 and counts and set(counts) == {10}  # what the optimizer's schedule is asked for
+    again = fit(target_recipe(SMALL), rows, settings, tmp_path / "cut", progress=note)
+    assert min(dict(rate)) == 11
+    schedule = rates(settings)
+    for found in (expected, first | dict(rate)):
+        known = {step: x for step, x in found.items() if x is not None}
+        assert len(known) >= 18
+        np.testing.assert_allclose(list(known.values()), [float(schedule(step - 1)) for step in known], rtol=1e-6)
+    assert same_bits(again, whole)
+    checkpoint.save(tmp_path / "bare" / "checkpoints", 10, state._asdict() | {"optimizer": {}})
+    with pytest.raises(ValueError, match="missing: optimizer"):  # without the optimizer's state there is no going on
+        begin(target_recipe(SMALL), (), settings, tmp_path / "bare")
+
+
+def test_R19_rates():
+    """Never above the peak; a resumed run asks the same function of the same step."""
     rate = rates(Settings(steps=30, peak=0.5, warmup=5))
     values = np.asarray([float(rate(n)) for n in range(31)])
     assert values.argmax() == 5 and values.max() == 0.5 and values[0] == 0 and abs(values[30] - 0.05) < 1e-6
     assert (np.diff(values[:6]) > 0).all() and (np.diff(values[5:]) < 0).all()
 
 
-def test_no_leak_of_the_future(rows):
+def test_R15_no_leak_of_the_future(rows):
     """What stands at t does not depend on later tokens, nor on another document of its row."""
     batch = rows.at(0)._replace(segments=jnp.asarray([[0] * 12, [0] * 5 + [1] * 7], jnp.int32))
     run = jax.jit(lambda tokens: forward(TARGET, target_params(), batch._replace(tokens=tokens), (0, 1)))
@@ -177,8 +226,8 @@ def test_no_leak_of_the_future(rows):
                 assert not differs[1, 5:].any()
 
 
-def test_packed_documents_count_as_separate_ones():
-    """R15: 7 and 9 tokens in one row of 16, or in two rows: same loss, same gradient."""
+def test_R15_packed_documents_count_as_separate_ones():
+    """7 and 9 tokens in one row of 16, or in two rows: same loss, same gradient."""
     rng, recipe = np.random.default_rng(1), target_recipe(TARGET)
     tokens = jnp.asarray(rng.integers(0, V, (1, 16)), jnp.int32)
     packed = Batch(tokens, jnp.ones((1, 16), bool), jnp.asarray([[0] * 7 + [1] * 9], jnp.int32))

@@ -59,14 +59,30 @@ def test_a_law_with_holes():
         assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
-def test_mean_counts_labels_only():
-    """R07, R11: padding dilutes nothing, and a batch without labels is zero with zero gradient."""
+def test_R07_R11_mean_counts_labels_only():
+    """Padding dilutes nothing, and a batch without labels is zero with zero gradient."""
     values, weights = jnp.asarray([[1.0, 2.0, 9.0]]), jnp.asarray([[1.0, 1.0, 0.0]])
     assert losses.mean(values, weights) == 1.5
     assert losses.mean(jnp.pad(values, ((0, 3), (0, 61))), jnp.pad(weights, ((0, 3), (0, 61)))) == 1.5
     value, gradient = jax.value_and_grad(lambda x: losses.mean(x, jnp.zeros_like(weights)))(values.at[0, 2].set(jnp.nan))
     assert value == 0 and not np.any(gradient)
     assert jnp.isnan(losses.mean(values.at[0, 0].set(jnp.nan), weights))  # but a label's NaN is not hidden
+
+
+def test_R07_padding_dilutes_no_short_answer():
+    """2 of 16 tokens and 14 of 16 to predict: sum / labels, in rows of 16 or padded to 64; gradients too."""
+    rng, law = np.random.default_rng(3), jnp.asarray(RNG.normal(size=(V + 1, V)), jnp.float32)
+    tokens, mask = rng.integers(0, V, (2, 16)), np.arange(16)[None] >= np.asarray([[14], [2]])
+    loss = jax.value_and_grad(lambda law, rows: target_recipe(TABLE).loss(law, (), rows, jax.random.key(0))[0])
+    value, gradient = loss(law, batch(tokens, mask))
+    logs = np.log(softmax(np.asarray(law)))
+    nats = [-logs[tokens[b, t - 1], tokens[b, t]] for b, t in zip(*np.nonzero(mask), strict=True)]
+    assert len(nats) == 16
+    np.testing.assert_allclose(value, np.sum(nats) / 16, rtol=1e-6)
+    wide = [np.pad(x, ((0, 6), (0, 48))) for x in (tokens, mask)]
+    padded = loss(law, batch(*wide, segments=np.pad(np.zeros((2, 16)), ((0, 6), (0, 48)), constant_values=-1)))
+    np.testing.assert_allclose(padded[0], value, rtol=1e-6)
+    np.testing.assert_allclose(padded[1], gradient, atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [4, 7, 100])
@@ -82,33 +98,40 @@ def test_chunks_change_nothing(size):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_chunks_bound_memory():
-    """R17: temporaries of loss and gradient at V = 50,000 and 512 positions."""
+def test_R17_chunks_bound_memory():
+    """At V = 50,000 and 512 positions: the same loss and gradients, and temporaries far from those of all logits."""
+    rng = np.random.default_rng(4)
+    head, hidden = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((32, 50_000), (1, 512, 32)))
+    goal = jnp.asarray(rng.integers(0, 50_000, (1, 512)), jnp.int32)
 
-    def memory(size):
+    def run(size):
         def loss(head, hidden, goal):
-            return losses.chunked(lambda x: losses.hard(x[0] @ head, x[1]), (hidden, goal), size=size).sum()
+            return losses.chunked(lambda x: losses.hard(x[0] @ head, x[1]), (hidden, goal), size=size).mean()
 
-        shapes = [
-            jax.ShapeDtypeStruct(s, d) for s, d in (((32, 50_000), "float32"), ((1, 512, 32), "float32"), ((1, 512), "int32"))
-        ]
-        return jax.jit(jax.grad(loss, argnums=1)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(head, hidden, goal).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, compiled(head, hidden, goal)
 
-    naive, chunked = memory(512), memory(32)
+    (naive, a), (chunked, b) = run(512), run(32)
     assert naive > 512 * 50_000 * 4 and chunked < naive / 4
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(one).max()))
 
 
-def test_weights_follow_the_labels():
-    """R01: with an answer at 4..6 the positions that learn are 3..5, also at the edge and for later heads."""
+def test_R01_weights_follow_the_labels():
+    """With an answer at 4..6 the positions that learn are 3..5, also at the edge and for later heads."""
     mask = [[0, 0, 0, 0, 1, 1, 1, 0]]
     for ahead, where in ((1, [3, 4, 5]), (2, [2, 3, 4]), (3, [1, 2, 3]), (9, [])):
         goal, weights = labels(batch(np.arange(8)[None], mask), ahead)
         assert np.flatnonzero(weights[0]).tolist() == where
         assert [int(goal[0, t]) for t in where] == [t + ahead for t in where]
+    law = jnp.zeros((V + 1, V))
+    loss = lambda law: target_recipe(TABLE).loss(law, (), batch(np.arange(8)[None], mask), jax.random.key(0))[0]
+    learns = np.flatnonzero(np.abs(jax.grad(loss)(law)).sum(-1))
+    assert learns.tolist() == [3, 4, 5]  # rows of the table are tokens, and token t stands at t: nothing at a stale edge
 
 
-def test_documents_of_a_row_do_not_meet():
-    """R15: no label across a border, none in padding; positions start anew; attention stays inside."""
+def test_R15_documents_of_a_row_do_not_meet():
+    """No label across a border, none in padding; positions start anew; attention stays inside."""
     one = batch(np.arange(8)[None], segments=[[0, 0, 0, 1, 1, 1, -1, -1]])
     assert labels(one)[1][0].tolist() == [1, 1, 0, 1, 1, 0, 0, 0]
     assert labels(one, 2)[1][0].tolist() == [1, 0, 0, 1, 0, 0, 0, 0]

@@ -6,116 +6,16 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
+from specjax.flags.parts import Drafting, Names, Numbers, Output, Prompts, Sampling, Switch, Target
+from specjax.flags.train import Corpus, Drafter, Testbed, Train
 from specjax.names import guess
-from specjax.sampling import SamplingParams
 
-
-def _comma_list(kind: type, metavar: str) -> PrimitiveConstructorSpec:
-    """A flag with one value that holds several, such as `--methods ngram,early_exit`."""
-
-    def read(values: list[str]) -> tuple:
-        try:
-            return tuple(kind(x.strip()) for x in values[0].split(","))
-        except ValueError:
-            raise ValueError(f"{values[0]!r} is not {metavar}") from None
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=read,
-        is_instance=lambda x: isinstance(x, tuple),
-        str_from_instance=lambda x: [",".join(map(str, x))],
-    )
-
-
-Names = Annotated[tuple[str, ...], _comma_list(str, "NAME[,NAME...]")]
-Numbers = Annotated[tuple[int, ...], _comma_list(int, "INT[,INT...]")]
-Repeated = tyro.conf.UseAppendAction[tuple[str, ...]]
-Switch = tyro.conf.FlagCreatePairsOff[bool]
-EITHER = tyro.conf.create_mutex_group(required=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The model whose law is kept."""
-
-    model: str = "smollm2-135m"
-    """A name, a Hugging Face directory, a .gguf file, or a hub id org/name."""
-    weights_dtype: str = "float32"
-    """Numbers the weights are stored in: float32 or bfloat16."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """The law of a token, in the order in which its parts are applied."""
-
-    repetition_penalty: float | None = None
-    """Above 1 discourages every token of prompt and output."""
-    frequency_penalty: float | None = None
-    """Taken from a token's logit for each time it stands in the output."""
-    presence_penalty: float | None = None
-    """Taken once from the logit of each token of the output."""
-    temperature: float = 0.0
-    """0 is greedy: then the seed changes nothing."""
-    top_k: int | None = None
-    """Keep the k most probable tokens."""
-    top_p: float | None = None
-    """Keep the smallest set of tokens of this probability, in (0, 1]."""
-    min_p: float | None = None
-    """Keep tokens of at least this share of the largest probability."""
-
-    def params(self) -> SamplingParams:
-        """The same as the library takes it."""
-        return SamplingParams(**dataclasses.asdict(self))
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """What is asked: words on the command line or a file."""
-
-    prompts: str | None = None
-    """A .jsonl(.gz) file of Spec-Bench, MT-Bench, HumanEval or GSM8K rows (first turns), or a .txt file with one prompt."""
-    categories: Names = ()
-    """Ask rows of these categories only."""
-    limit: int | None = None
-    """Ask at most so many prompts, taken from every category in turn."""
-    chat: Annotated[Switch, EITHER] = False
-    """Ask through the chat template, which is what happens unless the model has none."""
-    raw: Annotated[Switch, EITHER] = False
-    """Continue the text as it stands."""
-    max_new_tokens: int = 128
-    """The most tokens an answer may have."""
-    stop: Repeated = ()
-    """An answer ends before this text."""
-    seed: int = 0
-    """Of all randomness; each prompt has its own by its place among those asked."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """How tokens are proposed and verified."""
-
-    rule: str | None = None
-    """How drafts are verified; each method has a usual one (see `specjax methods`)."""
-    draft_model: Names = ()
-    """The small model of method small, named like --model; for specinfer, one or several with commas between them."""
-    exit_layers: int | None = None
-    """Layers of the target that method early_exit drafts with; a quarter of them if not given."""
-    option: Repeated = ()
-    """NAME=VALUE of the method's own options, see `specjax methods`; may be repeated."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """Where results go."""
-
-    json: str | None = None
-    """Write one JSON object to this file at the end; - is stdout."""
+__all__ = ["Bench", "Corpus", "Demo", "Drafter", "Drafting", "Generate", "Lossless", "Methods", "Output", "Prompts", "Target",
+           "Testbed", "flags", "parse", "settings"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +116,17 @@ class Lossless:
     output: Output = Output()
 
 
-COMMANDS = {"demo": Demo, "methods": Methods, "generate": Generate, "bench": Bench, "lossless": Lossless}
+COMMANDS: dict[str, type] = {
+    "demo": Demo,
+    "methods": Methods,
+    "generate": Generate,
+    "bench": Bench,
+    "lossless": Lossless,
+    "train testbed": Testbed,
+    "train corpus": Corpus,
+    "train drafter": Drafter,
+}
+POSITIONAL = ("prompt", "recipe")
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -226,28 +136,41 @@ def parse(arguments: Sequence[str]) -> Any:
       ValueError: what is wrong with them, in one line that names the nearest subcommand or flag.
       SystemExit: 0, after help was printed.
     """
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        raise ValueError(f"no command {arguments[0]!r}: {guess(arguments[0], list(COMMANDS))}there are: {', '.join(COMMANDS)}")
+    check_words(arguments)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             command, rest = tyro.cli(
-                Demo | Methods | Generate | Bench | Lossless,
+                Demo | Methods | Generate | Bench | Lossless | Train,
                 prog="specjax",
                 description="Speculative decoding of language models: faster, with the model's own law.",
                 args=list(arguments),
-                config=(tyro.conf.OmitArgPrefixes,),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
                 return_unknown_args=True,
             )
     except SystemExit as end:
         if not end.code:
             raise
         raise ValueError(f"{_one_line(said.getvalue())}: see specjax --help") from None
+    command = command.what if isinstance(command, Train) else command
     if rest:
+        words = next(words for words, kind in COMMANDS.items() if kind is type(command))
         name = rest[0].split("=")[0]
-        near = guess(name, flags(type(command))) or f"see specjax {arguments[0]} --help"
-        raise ValueError(f"specjax {arguments[0]} has no {name!r}: {near.strip()}")
+        near = guess(name, flags(type(command))) or f"see specjax {words} --help"
+        raise ValueError(f"specjax {words} has no {name!r}: {near.strip()}")
     return command
+
+
+def check_words(arguments: Sequence[str]) -> None:
+    """ValueError where the first words are those of no command."""
+    said: list[str] = []
+    for word in arguments[:2]:
+        known = sorted({words.split()[len(said)] for words in COMMANDS if words.split()[: len(said)] == said != words.split()})
+        if not known or word.startswith("-"):
+            return
+        said.append(word)
+        if word not in known:
+            raise ValueError(f"no command {' '.join(said)!r}: {guess(word, known)}there are: {', '.join(known)}")
 
 
 def flags(command: type) -> Iterator[str]:
@@ -256,7 +179,7 @@ def flags(command: type) -> Iterator[str]:
     for field in dataclasses.fields(command):
         if dataclasses.is_dataclass(hints[field.name]):
             yield from flags(hints[field.name])
-        elif field.name != "prompt":  # a positional argument
+        elif field.name not in POSITIONAL:
             yield "--" + field.name.replace("_", "-")
 
 

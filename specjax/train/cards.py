@@ -1,0 +1,132 @@
+"""What a trained thing says of itself: card.md beside its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specjax.models.load import LM
+from specjax.train.corpus import Corpus
+
+if TYPE_CHECKING:
+    from specjax.train.run import Split, Work
+
+JUDGED = {"held_out_loss": "held-out loss", "tau_t0": "tau, greedy", "tau_t1": "tau at temperature 1"}
+ROWS = 12
+"""The most lines a card's table has."""
+
+TESTBED = """# testbed
+
+A small Llama-shaped language model of Python source, on which speculative decoding methods are compared.  Not a useful
+assistant: it continues Python code.
+
+| | |
+|---|---|
+| architecture | {layers} layers, width {width}, {heads} query and {kv_heads} KV heads of {head_dim}, feed-forward {hidden}, context {max_length}, tied head |
+| parameters | {parameters:,} |
+| tokenizer | byte-level BPE of {vocab_size}, trained on the same text; id 0 is {eos}, which ends every module |
+| data | {source} without tests, generated files, encodings/ and pydoc_data/: {modules} modules, {data_tokens:,} tokens; sha256 {digest} |
+| held out | {held_modules} modules by a hash of their names, {held_tokens:,} tokens; sha256 {held_digest} |
+| steps | {step} of {steps} updates of {update} tokens: {seen:,} tokens seen |
+| optimizer | AdamW, peak {peak}, warm-up {warmup}, cosine to {floor} of it, weight decay {weight_decay}, clip {clip}, seed {seed} |
+| held-out loss | {loss:.4f} nats a token as shipped in {dtype} ({bits:.3f} bits a byte); {full:.4f} in float32 |
+| held-out accuracy | {accuracy:.4f} teacher-forced |
+| made by | {versions}: `specjax train testbed` |
+| licence | weights Apache-2.0; the training text is under the PSF licence |
+"""  # noqa: E501
+
+DRAFTER = """# {recipe} for {target}
+
+| | |
+|---|---|
+| method | {method}, K = {num_draft}{options} |
+| draft vocabulary | {vocabulary} |
+| target | {target}: {layers} layers, width {width}, vocabulary {vocab_size} |
+| made by | {versions}: `{command}` |
+| data | {data} |
+| held out | {held} |
+| trained parameters | {size:,}, written in {dtype} |
+| seen | {seen:,} tokens: {steps} updates of {batch} rows of {length} |
+| optimizer | AdamW, peak {peak}, warm-up {warmup}, cosine to {floor} of it, weight decay {weight_decay}, clip {clip}, seed {seed} |
+| hours | {hours:.2f}, judging included |
+
+Judged on held-out text: loss teacher-forced, tau (tokens a round) in decoding {prompts} prompts by {new_tokens} new tokens.
+
+{table}
+"""  # noqa: E501
+
+
+def versions() -> str:
+    """What made it.
+
+    >>> versions().split(",")[0].split()[0]
+    'specjax'
+    """
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("specjax", "jax", "flax", "optax")]
+    return ", ".join([*packages, f"Python {platform.python_version()}"])
+
+
+def digest(data: Corpus) -> str:
+    """sha256 of a corpus: its tokens, borders and mask."""
+    found, stretch = hashlib.sha256(), slice(int(data.starts[0]), int(data.starts[-1]))
+    found.update(np.asarray(data.tokens[stretch], np.uint32).tobytes())
+    found.update((data.starts - data.starts[0]).astype(np.int64).tobytes())
+    if data.mask is not None:
+        found.update(np.asarray(data.mask[stretch], bool).tobytes())
+    return found.hexdigest()
+
+
+def described(data: Corpus) -> str:
+    """Where a corpus comes from, how large it is, and its digest."""
+    source = {name: x for name, x in data.provenance.items() if name not in ("items", "shard", "counts")}
+    said = "; ".join(f"{name} {x}" for name, x in source.items()) or "of unknown source"
+    size = f"{data.documents:,} documents, {int(data.starts[-1] - data.starts[0]):,} tokens"
+    return f"{said}: {size}; sha256 of the tokens {digest(data)}".replace("|", "/")
+
+
+def over_training(journal: Sequence[Mapping[str, float]]) -> str:
+    """Held-out loss and tau by step, of at most ROWS reports, the first and the last among them."""
+    lines = [line for line in journal if set(JUDGED) & set(line)]
+    names = [name for name in JUDGED if any(name in line for line in lines)]
+    chosen = sorted({round(i) for i in np.linspace(0, len(lines) - 1, ROWS)})
+    rows = [["step", "tokens", *(JUDGED[name] for name in names)], ["---"] * (2 + len(names))]
+    for line in (lines[i] for i in chosen):
+        rows.append([str(line["step"]), f"{line['tokens']:,}", *(f"{line.get(name, np.nan):.4g}" for name in names)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def drafter_card(
+    lm: LM, work: Work, data: Split, journal: Sequence[Mapping[str, Any]], *, method: str, size: int, hours: float,
+    command: str, share: float = 1.0,
+) -> str:  # fmt: skip
+    """card.md of a trained drafter.
+
+    Args:
+      lm: its target.
+      work: how it was trained.
+      data: on what.
+      journal: the lines of metrics.jsonl.
+      method: what it is loaded as.
+      size: how many numbers were trained.
+      hours: that it took.
+      command: that made it.
+      share: of the tokens to predict that its vocabulary covers.
+    """
+    options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
+    vocabulary = "all of the target's"
+    if work.draft_vocabulary is not None:
+        vocabulary = f"its {work.draft_vocabulary:,} most frequent tokens, {share:.2%} of those to predict"
+    facts = {
+        **work._asdict(), **work.settings._asdict(), "method": method, "target": lm.name or "a target without a name",
+        "vocabulary": vocabulary,
+        "layers": lm.config.layers, "width": lm.model.width, "vocab_size": lm.model.vocab_size, "versions": versions(),
+        "options": "".join(f", {name} {value}" for name, value in options.items()), "command": command or "the library",
+        "data": described(data.train), "held": described(data.held_out), "size": size, "hours": hours,
+        "seen": int(journal[-1]["tokens"]), "table": over_training(journal),
+    }  # fmt: skip
+    return DRAFTER.format(**facts)

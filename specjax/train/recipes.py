@@ -1,0 +1,165 @@
+"""How drafters are trained, by name.  To add one: write its recipe, add its entry; options come from its signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from specjax import trees
+from specjax.drafters import base, blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads, small
+from specjax.drafters.recipe import Recipe
+from specjax.drafters.vocabulary import Ids, within
+from specjax.models.load import LM
+from specjax.models.transformer import TransformerConfig, language_model
+from specjax.names import unknown
+from specjax.train import joint
+from specjax.train.export import save_directory
+from specjax.types import LanguageModel, Params
+
+OBJECTIVES: dict[str, objectives.Objective] = {
+    "hard": objectives.hard,
+    "soft": objectives.soft,
+    "kl": objectives.kl,
+    "total_variation": objectives.total_variation,
+}
+FLOATS = ("float16", "bfloat16", "float32")
+"""Numbers that a model is written in."""
+
+DTYPES = (*FLOATS, "int8")
+"""Numbers that a drafter's matrices are written in."""
+
+READERS: base.Readers = {
+    **base.READERS,
+    objectives.Objective: (OBJECTIVES.__getitem__, f"one of {', '.join(OBJECTIVES)}"),
+    medusa.Paths: (lambda text: tuple(map(tuple, trees.read_paths(Path(text)))), "a JSON file of rank paths"),
+}
+"""How an option's text is read by the type that its recipe names."""
+
+
+def save_heads(directory: Path, lm: LM, params: Params, options: Mapping, config: Mapping, *, dtype: str) -> None:
+    """Write what `load_drafter` takes as `weights`."""
+    files.save(directory, params.drafter, config, dtype=jnp.dtype(dtype))
+
+
+def save_model(directory: Path, lm: LM, params: Params, options: Mapping, config: Mapping, *, dtype: str) -> None:
+    """Write a smaller model, which `load_drafter` takes as `model`, as it is published."""
+    own = reduced(lm.config, options.get("layers"))
+    save_directory(directory, own, params.drafter, lm.tokenizer, dtype=jnp.dtype(dtype))
+
+
+def save_pair(directory: Path, lm: LM, params: Params, options: Mapping, config: Mapping, *, dtype: str) -> None:
+    """Write a tuned target as a model, and in drafter/ within it what `load_drafter` takes as `weights` for that target."""
+    joint.save(directory, lm.config, params, lm.tokenizer, config, dtype=jnp.dtype(dtype))
+
+
+class Training(NamedTuple):
+    """An entry of RECIPES."""
+
+    method: str  # a key of METHODS: what the trained drafter is loaded as
+    recipe: Callable  # (target, *, num_draft, ...what the target says, ...options) -> Recipe
+    told: Callable = lambda lm: {}  # (lm) -> keyword arguments that the target says
+    config: Callable = lambda lm, options: {}  # (lm, options) -> what config.json says beside method and num_draft
+    save: Callable = save_heads  # (directory, lm, Params of target and drafter, options, config, *, dtype)
+    dtypes: tuple[str, ...] = DTYPES
+
+
+def reduced(config: TransformerConfig, layers: int | None = None) -> TransformerConfig:
+    """The config of a model like the target with its first `layers` layers; a quarter of them unless given.
+
+    Raises:
+      ValueError: there are not as many.
+    """
+    layers = max(1, config.layers // 4) if layers is None else layers
+    if not 1 <= layers <= config.layers:
+        raise ValueError(f"layers={layers} does not lie in 1 to {config.layers}, the target's")
+    return config._replace(layers=layers, sliding=config.sliding[:layers])
+
+
+def small_recipe(
+    target: LanguageModel, *, num_draft: int, config: TransformerConfig, layers: int | None = None,
+    objective: objectives.Objective = objectives.soft,
+) -> Recipe:  # fmt: skip
+    """`small.recipe` for a model like the target, `config`, with fewer layers."""
+    return small.recipe(target, language_model(reduced(config, layers)), num_draft=num_draft, objective=objective)
+
+
+def tree_of(lm: LM, options: Mapping[str, Any]) -> dict:
+    """The tree that decoding uses unless told otherwise."""
+    return {} if options.get("paths") is None else {"tree": options["paths"]}
+
+
+RECIPES: dict[str, Training] = {
+    "small": Training(
+        "small", small_recipe, told=lambda lm: {"config": lm.config}, save=save_model, dtypes=FLOATS
+    ),
+    "blockwise": Training("blockwise", blockwise.recipe),
+    "medusa": Training("medusa", medusa.recipe, config=tree_of),
+    "medusa_2": Training("medusa", joint.medusa_2, config=tree_of, save=save_pair, dtypes=FLOATS),
+    "hydra": Training("hydra", hydra.recipe, config=tree_of),
+    "hydra++": Training(
+        "hydra", hydra.recipe, told=lambda lm: {"prefix": layer.config_of(lm.config)},
+        config=lambda lm, options: {**tree_of(lm, options), "prefix": layer.config_of(lm.config)._asdict()},
+    ),
+    "parallel_heads": Training(
+        "parallel_heads", parallel_heads.recipe, told=lambda lm: {"config": layer.config_of(lm.config)},
+        config=lambda lm, options: {**tree_of(lm, options), **layer.config_of(lm.config)._asdict()},
+    ),
+    "mtp": Training(
+        "mtp", mtp.recipe, told=lambda lm: {"config": mtp.config_of(lm.config)},
+        config=lambda lm, options: mtp.config_of(lm.config)._asdict(),
+    ),
+}  # fmt: skip
+
+
+def find(name: str) -> Training:
+    """An entry by name; ValueError names the nearest."""
+    if name not in RECIPES:
+        raise ValueError(unknown("recipe", name, RECIPES))
+    return RECIPES[name]
+
+
+def parse_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Options of a recipe from words NAME=VALUE; ValueError for a recipe, an option or a value that is none.
+
+    >>> parse_options("medusa", ["layers=2", "objective=soft"])["layers"]
+    2
+    """
+    return base.parse_options(find(name).recipe, words, READERS)
+
+
+def build(
+    name: str, lm: LM, *, num_draft: int, options: Mapping[str, Any], vocabulary: Ids | None = None
+) -> Recipe:  # fmt: skip
+    """The recipe `name` for a target, of a draft vocabulary where one is given; ValueError where it does not fit."""
+    entry = find(name)
+    make = lambda target: entry.recipe(target, num_draft=num_draft, **entry.told(lm), **options)
+    if vocabulary is None:
+        return make(lm.model)
+    if entry.save is not save_heads:
+        raise ValueError(f"{name} trains a model whose vocabulary head is its own: leave the draft vocabulary out")
+    return within(make, lm.model, vocabulary)
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """ValueError for numbers that the trained weights of a recipe cannot be written in."""
+    known = find(name).dtypes
+    if dtype not in known:
+        raise ValueError(f"dtype {dtype!r} is not one that {name} is saved in: use {', '.join(known)}")
+
+
+def save(
+    directory: Path, name: str, lm: LM, params: Params, *, num_draft: int, options: Mapping[str, Any], dtype: str,
+    vocabulary: Ids | None = None,
+) -> None:  # fmt: skip
+    """Write what `Recipe.assemble` gives so that `load_drafter` takes the directory as `weights`, or as `model` if it is one.
+
+    Of a recipe that tunes the target, `load` takes the directory, and its drafter/ is the weights.
+    """
+    entry = find(name)
+    check_dtype(name, dtype)
+    config = {"method": entry.method, "num_draft": num_draft, "target": lm.name, **entry.config(lm, options)}
+    config |= {} if vocabulary is None else {"vocabulary": vocabulary}
+    entry.save(directory, lm, params, options, config, dtype=dtype)

@@ -1,0 +1,226 @@
+"""One training run of a drafter: what it learns from, what it is judged by, what it leaves behind.
+
+OUT/run/      plan.json, checkpoints/, metrics.jsonl: from there the same run goes on, and another one is refused
+OUT/drafter/  config.json, weights and card.md: load_drafter(method, lm, weights=OUT/drafter) (`small`: model=...)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.drafters import METHODS
+from specjax.drafters.recipe import Recipe
+from specjax.drafters.vocabulary import Ids, frequent
+from specjax.models.load import LM
+from specjax.train import corpus, recipes
+from specjax.train.cards import digest, drafter_card
+from specjax.train.evaluate import acceptance, held_out
+from specjax.train.features import cached
+from specjax.train.loop import Evaluate, Report, Settings, fit
+from specjax.train.packing import batches
+from specjax.train.self_check import self_check
+from specjax.types import Rule
+from specjax.verify import RULES
+
+PROMPT_TOKENS = 128
+MATTERS = ("steps", "peak", "warmup", "floor", "weight_decay", "clip", "accumulate", "seed", "compute")
+
+
+class Work(NamedTuple):
+    """What is trained and how."""
+
+    recipe: str  # a key of RECIPES
+    num_draft: int
+    settings: Settings
+    options: Mapping[str, Any] = {}  # of the recipe
+    length: int = 256  # tokens of a row
+    batch: int = 8  # rows of an update
+    prompts: int = 16  # held-out prompts that tau is measured on
+    new_tokens: int = 64  # that each of them is continued by
+    draft_vocabulary: int | None = None  # how many of the target's tokens, the most frequent, are drafted; None = all
+    dtype: str = "float32"  # one of recipes.DTYPES: numbers that the trained weights are written in
+
+
+class Split(NamedTuple):
+    """What a drafter learns from, and what it is judged on."""
+
+    train: corpus.Corpus
+    held_out: corpus.Corpus
+
+
+class Trained(NamedTuple):
+    """What a run left."""
+
+    directory: Path
+    params: Any
+    metrics: dict[str, float]  # of its last report
+    hours: float  # of the whole run, however often it was stopped
+
+
+def smoke(work: Work) -> Work:
+    """The same work cut down to the least that touches every part of it: a minute or two of two cores, and no result."""
+    settings = work.settings._replace(steps=4, warmup=1, evaluate_every=4, log_every=1)
+    return work._replace(settings=settings, length=64, batch=2, prompts=2, new_tokens=8)
+
+
+def check(work: Work) -> None:
+    """ValueError for numbers that make no run, before anything is loaded."""
+    recipes.check_dtype(work.recipe, work.dtype)
+    least = {"num_draft": (work.num_draft, 1), "steps": (work.settings.steps, 1), "length": (work.length, 2)}
+    least |= {name: (getattr(work, name), 1) for name in ("batch", "prompts", "new_tokens")}
+    least |= {"draft_vocabulary": (1 if work.draft_vocabulary is None else work.draft_vocabulary, 1)}
+    for name, (value, lowest) in least.items():
+        if value < lowest:
+            raise ValueError(f"{name} {value} < {lowest}: ask for at least {lowest}")
+
+
+def train(
+    lm: LM,
+    work: Work,
+    data: Split,
+    directory: str | Path,
+    *,
+    command: str = "",
+    features: str | Path | None = None,
+    progress: Callable[[Report], None] = lambda report: None,
+) -> Trained:
+    """Train a drafter for `lm`, judge it while it learns, and save it with its card; call it again to go on.
+
+    Args:
+      lm: the target.
+      work: what is trained and how.
+      data: token ids of the target's own vocabulary.
+      directory: for run/ and drafter/.
+      command: what the card says the drafter was made by.
+      features: a directory for the target's states, which are then computed once, for all drafters that read the same rows
+        and layers; None: the target runs in every step.
+      progress: called with each report; those that judge hold "held_out_loss", "tau_t0" and "tau_t1".
+
+    Raises:
+      ValueError: numbers, options or data that do not fit, another run was begun there, or the trained drafter drafts other
+        tokens than its loss predicts (`self_check`); then nothing is saved.
+      FloatingPointError: a loss is not finite.
+    """
+    check(work)
+    check_vocabulary(lm, data)
+    directory = Path(directory)
+    ids, share = drafted_ids(lm, work, data.train)
+    recipe = recipes.build(work.recipe, lm, num_draft=work.num_draft, options=work.options, vocabulary=ids)
+    keep_to(directory / "run", plan(lm, work, data))
+    rows = batches(data.train, length=work.length, batch=work.batch, seed=work.settings.seed)
+    if features is not None:
+        rows = cached(features, rows, lm.model, lm.params, features=recipe.features)
+    params = fit(
+        recipe, rows, work.settings, directory / "run", target=lm.model, target_params=lm.params,
+        evaluate=judges(recipe, lm, work, data.held_out), progress=progress,
+    )  # fmt: skip
+    if recipe.drafter is not None:
+        self_check(recipe, params, lm.params, prompts_of(data.held_out, 4, 32), target=lm.model, rule=rule_of(recipe, work))
+    goal = directory / "drafter"
+    how: dict[str, Any] = dict(num_draft=work.num_draft, options=work.options, dtype=work.dtype, vocabulary=ids)
+    recipes.save(goal, work.recipe, lm, recipe.assemble(params, lm.params), **how)
+    journal = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    hours = sum(line.get("seconds", 0.0) for line in journal) / 3600
+    size = sum(x.size for x in jax.tree.leaves(params))
+    method = recipes.find(work.recipe).method
+    text = drafter_card(lm, work, data, journal, method=method, size=size, hours=hours, command=command, share=share)
+    (goal / "card.md").write_text(text, "utf-8")
+    return Trained(goal, params, journal[-1], hours)
+
+
+def drafted_ids(lm: LM, work: Work, data: corpus.Corpus) -> tuple[Ids | None, float]:
+    """The draft vocabulary that was asked for, and the share of the tokens to predict that it covers."""
+    if work.draft_vocabulary is None:
+        return None, 1.0
+    stretch = slice(int(data.starts[0]), int(data.starts[-1]))
+    tokens = data.tokens[stretch] if data.mask is None else data.tokens[stretch][data.mask[stretch]]
+    return frequent(tokens, work.draft_vocabulary, lm.model.vocab_size)
+
+
+def judges(recipe: Recipe, lm: LM, work: Work, held: corpus.Corpus) -> list[Evaluate]:
+    """Held-out loss, and tau at temperatures 0 and 1 where the recipe has something that decodes."""
+    found = [held_out(recipe, batches(held, length=work.length, batch=work.batch), steps=4, target=lm.model)]
+    if recipe.drafter is None:
+        return found
+    longest = lm.model.max_length - work.new_tokens
+    prompts = prompts_of(held, work.prompts, min(PROMPT_TOKENS, longest))
+    ask: dict[str, Any] = dict(
+        target=lm.model, rule=rule_of(recipe, work), new_tokens=work.new_tokens, eos_ids=lm.tokenizer.eos_ids
+    )
+    return [*found, *(acceptance(recipe, prompts, temperature=t, **ask) for t in (0.0, 1.0))]
+
+
+def rule_of(recipe: Recipe, work: Work) -> Rule:
+    """What its drafts are verified with while it is judged."""
+    chain = recipe.drafter is not None and recipe.drafter.chain
+    return RULES["rejection" if chain else METHODS[recipes.find(work.recipe).method].rule]
+
+
+def read_split(path: str | Path) -> Split:
+    """A directory with train/ and held_out/, or one corpus, the last twentieth of whose documents is held out.
+
+    Raises:
+      FileNotFoundError: neither lies there.
+      ValueError: a corpus of one document.
+    """
+    path = Path(path)
+    if (path / "train").is_dir():
+        return Split(corpus.read(path / "train"), corpus.read(path / "held_out"))
+    whole = corpus.read(path)
+    if whole.documents < 2:
+        raise ValueError(f"{path} holds one document: nothing is left to hold out, make a larger corpus")
+    border = whole.documents - max(1, whole.documents // 20)
+    return Split(whole._replace(starts=whole.starts[: border + 1]), whole._replace(starts=whole.starts[border:]))
+
+
+def prompts_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]]:
+    """Held-out prompts of at most `length` tokens, the same every time.
+
+    What stands before a document's first answer; of plain text, a stretch of it.
+
+    Raises:
+      ValueError: there is none.
+    """
+    rng, found = np.random.default_rng(0), []
+    for n in rng.permutation(held.documents)[:count].tolist():
+        begin, end = int(held.starts[n]), int(held.starts[n + 1])
+        if held.mask is None:
+            begin += int(rng.integers(0, max(1, end - begin - length)))
+            found.append(held.tokens[begin : min(begin + length, end)].tolist())
+        else:
+            found.append(held.tokens[begin : begin + int(held.mask[begin:end].argmax())][-length:].tolist())
+    kept = [prompt for prompt in found if prompt]
+    if not kept:
+        raise ValueError(f"no prompt in {held.documents} held-out documents: their first token is one to predict already")
+    return kept
+
+
+def check_vocabulary(lm: LM, data: Split) -> None:
+    """ValueError where ids are none of the target's."""
+    largest = max(int(part.tokens[part.starts[0] : part.starts[-1]].max()) for part in data)
+    if largest >= lm.model.vocab_size:
+        raise ValueError(
+            f"the corpus holds token {largest}, the target has {lm.model.vocab_size}: it was made with another tokenizer"
+        )
+
+
+def plan(lm: LM, work: Work, data: Split) -> dict:
+    """Everything that a run depends on; options that are functions by their names."""
+    options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
+    facts = {**work._asdict(), "options": options, "settings": {n: getattr(work.settings, n) for n in MATTERS}}
+    del facts["dtype"]  # the same run may be written in several
+    return {**facts, "target": [lm.name, str(lm.config)], "train": digest(data.train), "held_out": digest(data.held_out)}
+
+
+def keep_to(directory: Path, facts: dict[str, Any]) -> None:
+    """Note what is done in a directory; ValueError where it is something else."""
+    facts = json.loads(json.dumps(facts))
+    if not corpus.planned(directory / "plan.json", facts):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "plan.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
