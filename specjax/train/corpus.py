@@ -86,7 +86,31 @@ def build(
             arrays: Any = _packed(make(items), len(items))
             _replace(goal, lambda file, arrays=arrays: np.savez(file, **arrays))
         progress(items.stop, count)
-    return _merge(directory, sorted(shards.iterdir()), plan)
+    parts = sorted(shards.glob("*.npz"))
+    _merge(directory, parts, plan)
+    for path in parts:
+        path.unlink()
+    return read(directory)
+
+
+def so_far(directory: str | Path, goal: str | Path) -> Corpus:
+    """What a corpus that is still being built holds already, as a finished one in `goal`; the building may go on.
+
+    Raises:
+      FileNotFoundError: nothing is being built there.
+      ValueError: `goal` holds another corpus.
+    """
+    directory, goal = Path(directory), Path(goal)
+    parts = sorted((directory / "shards").glob("*.npz"))
+    if not parts:
+        raise FileNotFoundError(f"{directory}: no shard of an unfinished corpus: build one, or read it if it is finished")
+    plan = json.loads((directory / "plan.json").read_text("utf-8"))
+    plan["items"] = min(plan["items"], len(parts) * plan["shard"])
+    planned(goal / "plan.json", plan)
+    goal.mkdir(parents=True, exist_ok=True)
+    _replace(goal / "plan.json", lambda file: file.write(json.dumps(plan, indent=1).encode()))
+    _merge(goal, parts, plan)
+    return read(goal)
 
 
 def read(directory: str | Path) -> Corpus:
@@ -134,8 +158,8 @@ def _packed(items: Sequence[Item], count: int) -> dict[str, np.ndarray]:
     }
 
 
-def _merge(directory: Path, shards: Sequence[Path], plan: dict) -> Corpus:
-    """The shards as one corpus; they are deleted when it stands."""
+def _merge(directory: Path, shards: Sequence[Path], plan: dict) -> None:
+    """The shards as one corpus."""
     parts = [dict(np.load(path)) for path in shards]
     lengths = np.concatenate([part["lengths"] for part in parts])
     if not lengths.sum():
@@ -151,9 +175,6 @@ def _merge(directory: Path, shards: Sequence[Path], plan: dict) -> Corpus:
     facts = {"success": len(lengths), **{name: len(x) for name, x in why.items()}, "reasons": reasons}
     facts |= {"tokens": len(tokens), "to_predict": int(mask.sum())}
     _replace(directory / "provenance.json", lambda file: file.write(json.dumps({**plan, "counts": facts}, indent=1).encode()))
-    for path in shards:
-        path.unlink()
-    return read(directory)
 
 
 def _replace(goal: Path, write: Callable[[Any], Any]) -> None:

@@ -68,6 +68,25 @@ def test_a_kill_loses_nothing_and_doubles_nothing(built, tmp_path, killed_at):
     assert again.starts.tolist() == built.starts.tolist() and again.provenance == built.provenance
 
 
+def test_what_is_there_so_far(built, tmp_path):
+    """Of a run killed in its fourth shard: three shards as a corpus, and the run goes on to the whole."""
+
+    def dying(numbers):
+        if 13 in numbers:
+            raise KeyboardInterrupt
+        return make(numbers)
+
+    with pytest.raises(FileNotFoundError, match="no shard"):
+        corpus.so_far(tmp_path / "part", tmp_path / "goal")
+    with pytest.raises(KeyboardInterrupt):
+        corpus.build(tmp_path / "part", COUNT, dying, provenance={"from": "a test"}, shard=4)
+    part = corpus.so_far(tmp_path / "part", tmp_path / "goal")
+    assert part.provenance["items"] == 12 and part.provenance["counts"]["success"] == part.documents == 9
+    n = len(part.tokens)
+    assert part.tokens.tolist() == built.tokens[:n].tolist() and part.mask.tolist() == built.mask[:n].tolist()
+    assert whole(tmp_path / "part").tokens.tolist() == built.tokens.tolist()
+
+
 def test_a_kill_while_writing_leaves_no_half_shard(tmp_path, monkeypatch):
     def broken(file, **arrays):
         file.write(b"half")
