@@ -66,3 +66,11 @@ def test_losslessness(tmp_path):
     assert "by hand [0.667 0.333]" in text and "inconclusive" in text and "told the softmax : fail" in text
     assert "found by " in text and "nobody" not in text
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+def test_train_a_drafter(tmp_path):
+    """Every cell runs with its own assertions: heads learn, text stays plain's, a tree is made of measured ranks."""
+    sizes = dict(STEPS=24, JUDGE_EVERY=12, LENGTH=128, BATCH=4, PROMPTS=4, NEW_TOKENS=24, NUM_DRAFT=2, TREE_NODES=6)
+    text, outputs = printed(run(NOTEBOOKS[3], tmp_path, **sizes))
+    assert "step 24: held-out loss" in text and "same tokens as plain: True" in text and "T=1 tree" in text
+    assert any("image/png" in output.get("data", {}) for output in outputs)
