@@ -2,10 +2,11 @@
 
 import json
 
+import jax
 import pytest
 import tiny_model
 
-from specjax import cli, load, load_drafter, zoo
+from specjax import cli, generate, load, load_drafter, zoo
 from specjax.commands import train
 from specjax.models.transformer import TransformerConfig
 from specjax.train import corpus, stdlib, testbed
@@ -126,3 +127,18 @@ def test_testbed(capsys, monkeypatch, tmp_path):
     assert status == 0 and f"written to {tmp_path}/copy" in out and (tmp_path / "copy" / "card.md").read_text() == card
     status, _, err = run(capsys, *words, "--steps", 5)
     assert status == 2 and "was begun with another steps" in err and err.count("\n") == 1
+
+
+def test_a_testbed_with_its_module(capsys, monkeypatch, tmp_path):
+    """The module that was trained inside the target's own run drafts for that target."""
+    monkeypatch.setattr(testbed, "CONFIG", LITTLE)
+    monkeypatch.setattr(testbed, "TOKENS", 128)
+    words = ["train", "testbed", "--out", tmp_path / "bed", "--joint-mtp", "--smoke"]
+    status, _, err = run(capsys, *words)
+    assert status == 0 and "tau_t0 1" in err and "tau_t1 1" in err
+    lm, module = load(tmp_path / "bed" / "model"), tmp_path / "bed" / "model" / "drafter"
+    loaded = load_drafter("mtp", lm, num_draft=4, weights=str(module))
+    plain, fast = (generate(lm, d, ["import os"], key=jax.random.key(0), max_new_tokens=8)[0] for d in (None, loaded))
+    assert fast.tokens == plain.tokens
+    status, _, err = run(capsys, *words[:-2], "--smoke")
+    assert status == 2 and "was begun with another joint_mtp" in err

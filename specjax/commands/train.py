@@ -14,7 +14,6 @@ from specjax.commands.common import Write, load_target
 from specjax.console import progress_bar, say
 from specjax.flags import Corpus, Drafter, Testbed, settings
 from specjax.models.load import LM
-from specjax.models.transformer import language_model
 from specjax.names import unknown
 from specjax.prompts import load_prompts
 from specjax.train import recipes
@@ -23,7 +22,6 @@ from specjax.train import testbed as testbeds
 from specjax.train.chat import marked, read_conversations, sharegpt
 from specjax.train.loop import Report, Settings, fit
 from specjax.train.regenerate import Answers, regenerate
-from specjax.train.target import target_recipe
 
 WATCHED = ("loss", "held_out_loss", "tau_t0", "tau_t1")
 SMOKE_STEPS = 4
@@ -42,13 +40,14 @@ def testbed(command: Testbed, write: Write) -> dict:
         raise FileNotFoundError(f"--export: nothing has been trained in {out}: leave --export out to train")
     with progress_bar("module") as bar:
         bed = testbeds.prepare(out / "corpus", bar)
+    recipe = testbeds.joint() if command.joint_mtp else testbeds.alone()
     goal = out / "model" if command.export is None else Path(command.export)
     if command.export is None:
-        runs.keep_to(out / "run", {name: getattr(how, name) for name in runs.MATTERS})
+        plan = {name: getattr(how, name) for name in runs.MATTERS} | ({"joint_mtp": True} if command.joint_mtp else {})
+        runs.keep_to(out / "run", plan)
         with training_bar() as show:
-            recipe, judge = target_recipe(language_model(testbeds.CONFIG)), testbeds.judge(bed)
-            fit(recipe, testbeds.rows(bed, how), how, out / "run", evaluate=(judge,), progress=show)
-    found = testbeds.export(bed, how, out / "run", goal)
+            fit(recipe, testbeds.rows(bed, how), how, out / "run", evaluate=testbeds.judges(bed, recipe), progress=show)
+    found = testbeds.export(bed, how, out / "run", goal, recipe=recipe)
     write(f"testbed: held-out loss {found['loss']:.4f} after {found['seen']:,} tokens; written to {goal}\n")
     return {"summary": {"settings": settings(command)}, "model": found}
 

@@ -18,6 +18,8 @@ class Testbed:
     """The directory of corpus/, run/ and, at the end, model/; run the command again to go on there."""
     steps: int | None = None
     """Updates of 2,048 tokens; 3,600 if not given."""
+    joint_mtp: Switch = False
+    """Train an MTP module inside the same run, as DeepSeek-V3 was; the target is then another one."""
     export: str | None = None
     """Train no further: write the newest checkpoint to this directory as a model."""
     smoke: Switch = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specjax import checkpoint, text
-from specjax.drafters import mtp
+from specjax.drafters import files, mtp
 from specjax.drafters.recipe import Recipe
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.train import cards, corpus, stdlib
-from specjax.train.evaluate import held_out
+from specjax.train.evaluate import acceptance, held_out
 from specjax.train.export import save_directory
-from specjax.train.joint import joint_mtp
+from specjax.train.joint import DRAFTER, joint_mtp
 from specjax.train.loop import Evaluate, Settings, begin
 from specjax.train.packing import Batches, batches, then
+from specjax.train.run import prompts_of
 from specjax.train.target import target_recipe
+from specjax.verify import RULES
 
 EOS = "<eos>"
 CONFIG = TransformerConfig(
@@ -64,19 +66,33 @@ def rows(bed: Testbed, settings: Settings) -> Batches:
     return then(short, int(LONG_FROM * settings.steps), long)
 
 
-def judge(bed: Testbed) -> Evaluate:
-    """Loss and accuracy on 32 whole rows of held-out modules."""
-    rows = batches(bed.held_out, length=CONFIG.max_length, batch=4)
-    return held_out(target_recipe(language_model(CONFIG)), rows, steps=8)
+def alone() -> Recipe:
+    """The testbed's target by itself."""
+    return target_recipe(language_model(CONFIG))
 
 
-def joint(num_draft: int = 3) -> Recipe:
+def joint(num_draft: int = 4) -> Recipe:
     """The testbed's target and an MTP module shaped like one of its layers, trained together; give `fit` no target."""
     return joint_mtp(language_model(CONFIG), num_draft=num_draft, config=mtp.config_of(CONFIG))
 
 
-def export(bed: Testbed, settings: Settings, run: str | Path, goal: str | Path, *, dtype: str = "float16") -> dict:
+def judges(bed: Testbed, recipe: Recipe) -> list[Evaluate]:
+    """Loss and accuracy on 32 whole rows of held-out modules, and tau of what drafts, where something does."""
+    found = [held_out(recipe, batches(bed.held_out, length=CONFIG.max_length, batch=4), steps=8)]
+    if recipe.drafter is None:
+        return found
+    new = min(64, CONFIG.max_length // 2)
+    prompts = prompts_of(bed.held_out, 24, min(128, CONFIG.max_length - new))
+    ask: dict[str, Any] = dict(target=language_model(CONFIG), rule=RULES["rejection"], new_tokens=new)
+    return [*found, *(acceptance(recipe, prompts, temperature=t, **ask) for t in (0.0, 1.0))]
+
+
+def export(
+    bed: Testbed, settings: Settings, run: str | Path, goal: str | Path, *, recipe: Recipe, dtype: str = "float16"
+) -> dict:  # fmt: skip
     """Write the newest checkpoint of `run` to the directory `goal` as a model with its card; what was measured.
+
+    The MTP module of a `joint` recipe goes to drafter/ within it.
 
     Raises:
       FileNotFoundError: there is no checkpoint.
@@ -84,15 +100,19 @@ def export(bed: Testbed, settings: Settings, run: str | Path, goal: str | Path, 
     run, goal = Path(run), Path(goal)
     if not checkpoint.steps(run / "checkpoints"):
         raise FileNotFoundError(f"{run}: no checkpoint yet: train first")
-    state = begin(target_recipe(language_model(CONFIG)), (), settings, run)
-    rounded = jax.tree.map(lambda x: jnp.asarray(x, dtype).astype(jnp.float32), state.params)
-    full, shipped = (judge(bed)(params, ()) for params in (state.params, rounded))
-    save_directory(goal, CONFIG, state.params, bed.tokenizer, dtype=dtype)
+    state = begin(recipe, (), settings, run)
+    params = state.params if recipe.drafter is None else recipe.assemble(state.params, ()).target
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, dtype).astype(jnp.float32), params)
+    full, shipped = (judges(bed, alone())[0](own, ()) for own in (params, rounded))
+    save_directory(goal, CONFIG, params, bed.tokenizer, dtype=dtype)
+    if recipe.drafter is not None:
+        about = {"method": "mtp", "num_draft": recipe.drafter.depth, **mtp.config_of(CONFIG)._asdict()}
+        files.save(goal / DRAFTER, recipe.assemble(state.params, ()).drafter, about, dtype=jnp.dtype(dtype))
     train, held, step = bed.train.provenance, bed.held_out.provenance, int(state.step)
     held_bytes = len(bed.tokenizer.decode(bed.held_out.tokens.tolist()).encode())
     facts = {
         **CONFIG._asdict(), **settings._asdict(), "step": step, "update": TOKENS, "eos": EOS, "seen": step * TOKENS,
-        "parameters": sum(x.size for x in jax.tree.leaves(state.params)), "versions": cards.versions(), "dtype": dtype,
+        "parameters": sum(x.size for x in jax.tree.leaves(params)), "versions": cards.versions(), "dtype": dtype,
         "source": train["source"], "modules": train["modules"], "digest": train["sha256"], "data_tokens": len(bed.train.tokens),
         "held_modules": held["modules"], "held_digest": held["sha256"], "held_tokens": len(bed.held_out.tokens),
         "loss": shipped["held_out_loss"], "full": full["held_out_loss"], "accuracy": shipped["held_out_accuracy"],
