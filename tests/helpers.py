@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, sampling, trees
-from specjax.drafters import blockwise, files, hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters import blockwise, eagle, eagle_head, files, hydra, layer, medusa, mtp, objectives, parallel_heads
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
@@ -106,6 +106,11 @@ HEAD_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 """Rank paths of three levels, for heads."""
 MTP_CONFIG = mtp.config_of(CONFIG, qk_norm=True)
 LAYER_CONFIG = layer.config_of(CONFIG, qk_norm=True)
+EAGLES = {
+    "eagle1": eagle_head.eagle1(CONFIG, qk_norm=True),
+    "eagle3": eagle_head.eagle3(CONFIG),
+    "eagle3.1": eagle_head.eagle31(CONFIG, norm_before_fc=True, norm_before_residual=True, own_head=False),
+}
 
 RECIPES = {
     "blockwise": lambda k: blockwise.recipe(TARGET, num_draft=k, hidden=8),
@@ -114,6 +119,9 @@ RECIPES = {
     "hydra, prefix": lambda k: hydra.recipe(TARGET, num_draft=k, layers=2, prefix=LAYER_CONFIG),
     "parallel_heads": lambda k: parallel_heads.recipe(TARGET, num_draft=k, config=LAYER_CONFIG),
     "mtp": lambda k: mtp.recipe(TARGET, num_draft=k, config=MTP_CONFIG),
+    "eagle1": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle1"], objective=objectives.hard),
+    "eagle3": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle3"], objective=objectives.hard),
+    "eagle3.1": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle3.1"], objective=objectives.hard),
 }
 """Drafters that are trained after the target; a comma sets a method's options off."""
 
@@ -134,9 +142,14 @@ def saved(name, k=3):
     atexit.register(shutil.rmtree, directory, True)
     options = {"mtp": MTP_CONFIG._asdict(), "medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}}
     options |= {"parallel_heads": LAYER_CONFIG._asdict()}
+    options |= {method: config._asdict() for method, config in EAGLES.items()}
     options |= {"hydra, prefix": {"tree": HEAD_TREE, "prefix": LAYER_CONFIG._asdict()}}
     files.save(directory, trained(name, k), {"method": name.split(",")[0], **options.get(name, {})})
     return str(Path(directory))
+
+
+def eagle_chain(name, k):
+    return eagle.eagle(TARGET, config=EAGLES[name], paths=medusa.chain_paths(k), siblings=SIBLINGS["iid"])
 
 
 BUILDERS = {
@@ -154,6 +167,11 @@ BUILDERS = {
     "hydra, prefix": lambda k: hydra.hydra(TARGET, paths=HEAD_TREE, prefix=LAYER_CONFIG),
     "parallel_heads": lambda k: parallel_heads.parallel_heads(TARGET, paths=medusa.chain_paths(k), config=LAYER_CONFIG),
     "mtp": lambda k: mtp.mtp(TARGET, num_draft=k, config=MTP_CONFIG),
+    "eagle1": lambda k: eagle_chain("eagle1", k),
+    "eagle1, static": lambda k: eagle.eagle(TARGET, config=EAGLES["eagle1"], paths=HEAD_TREE),
+    "eagle3": lambda k: eagle_chain("eagle3", k),
+    "eagle3, dynamic": lambda k: eagle.eagle2(TARGET, config=EAGLES["eagle3"], num_draft=k, top_k=3, nodes=5),
+    "eagle3.1": lambda k: eagle_chain("eagle3.1", k),
     "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
     "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
     "script": lambda k: scripted(k, k),

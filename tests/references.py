@@ -23,7 +23,7 @@ def double(tree):
 @functools.cache
 def batch():
     """Two documents in one row, one and padding in the other; some tokens are no labels."""
-    return with_output(Batch(*map(jnp.asarray, (TOKENS, MASK, SEGMENTS))), h.TARGET, h.target_params())
+    return with_output(Batch(*map(jnp.asarray, (TOKENS, MASK, SEGMENTS))), h.TARGET, h.target_params(), (0, 1))
 
 
 @functools.cache
@@ -109,10 +109,9 @@ def rotate(x, position):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def layer(p, x, position, before):
-    """One token through a layer, and its key and value, given those `before` it.  4 heads over 2 KV heads of 8."""
-    own = p["attention"]
-    qkv = (rms(x, p["attention_norm"]) @ own["qkv"]["kernel"]).reshape(2, 4, 8)
+def attended(own, x, position, before):
+    """What attention adds at x, which it reads as it is, and the key and value there.  4 heads over 2 KV heads of 8."""
+    qkv = (x @ own["qkv"]["kernel"]).reshape(2, 4, 8)
     normed = lambda v, name: np.stack([rms(row, own[name]) for row in v]) if name in own else v
     q = np.stack([rotate(normed(qkv[:, r], "q_norm"), position) for r in range(2)], 1)
     k, v = rotate(normed(qkv[:, 2], "k_norm"), position), qkv[:, 3]
@@ -122,9 +121,20 @@ def layer(p, x, position, before):
         for g in range(2)
         for r in range(2)
     ]
-    x = x + np.concatenate(y) @ own["out"]["kernel"]
+    return np.concatenate(y) @ own["out"]["kernel"], (k, v)
+
+
+def fed(p, x):
+    """What the feed-forward adds at x."""
     gate, up = np.split(rms(x, p["mlp_norm"]) @ p["mlp"]["gate_up"]["kernel"], 2)
-    return x + (silu(gate) * up) @ p["mlp"]["down"]["kernel"], (k, v)
+    return (silu(gate) * up) @ p["mlp"]["down"]["kernel"]
+
+
+def layer(p, x, position, before):
+    """One token through a layer, and its key and value, given those `before` it."""
+    y, entry = attended(p["attention"], rms(x, p["attention_norm"]), position, before)
+    x = x + y
+    return x + fed(p, x), entry
 
 
 def states(p, tokens):
@@ -147,7 +157,31 @@ def enter(p, c, embedded, hidden, position, before):
     return (last if c.recycle_normed else x), last, entry
 
 
-def entries(p, c, embedding, tokens, hidden, steps):
+def extrapolate(p, c, embedded, hidden, position, before):
+    """`enter` of an EAGLE module; `hidden` has been fused."""
+    if c.wide:
+        normed = rms(hidden, p["hidden_norm"])
+        x = np.concatenate([rms(embedded, p["input_norm"]) if c.input_norm else embedded, normed])
+        residual = normed if c.norm_before_residual else hidden
+    else:
+        residual = np.concatenate([embedded, hidden]) @ p["fc"]["kernel"] + p["fc"]["bias"]
+        x = rms(residual, p["input_norm"]) if c.input_norm else residual
+    y, entry = attended(p["attention"], x, position, before)
+    x = residual + y
+    x = x + fed(p, x)
+    last = rms(x, p["norm"]) if c.output_norm else x
+    return (last if c.norm_output else x), last, entry
+
+
+def fused(p, c, features):
+    """features [M, D] of one position -> what its entry starts from."""
+    parts = [rms(x, p[f"fc_norm_{i}"]) if c.fc_norm else x for i, x in enumerate(features)]
+    x = np.concatenate(parts)
+    x = rms(x, p["fused_norm"]) if c.norm_before_fc else x
+    return x @ p["fc"]["kernel"] if c.wide and len(parts) > 1 else x
+
+
+def entries(p, c, embedding, tokens, hidden, steps, enter=enter):
     """normed[t][j] of one document: step j from the true entries up to t and its own before it, entry by entry."""
     true, result = [], []
     for t in range(len(tokens) - 1):
@@ -203,3 +237,20 @@ def known():
 def later(steps):
     """[D, D] that takes a token's one-hot to that of the token `steps` on, with the same bit."""
     return jnp.asarray(np.roll(np.eye(2 * COUNT), 2 * steps, 1), jnp.float32)
+
+
+def eagle2(log_q, width, levels, nodes):
+    """EAGLE-2 in plain Python: (tokens, parents, scores) of the `nodes` best; ties go to the earlier candidate."""
+    pool, beam = [], [((), 0.0, -1)]
+    for _ in range(levels):
+        level = []
+        for prefix, score, place in beam:
+            law = log_q(prefix)
+            for x in np.argsort(-law, kind="stable")[:width]:
+                level.append(((*prefix, int(x)), np.float32(score + law[x]), place))
+        placed = [(path, score, len(pool) + i) for i, (path, score, _) in enumerate(level)]
+        pool += level
+        beam = [placed[i] for i in np.argsort([-s for _, s, _ in placed], kind="stable")[:width]]
+    keep = sorted(np.argsort([-s for _, s, _ in pool], kind="stable")[:nodes])
+    index = {old: new for new, old in enumerate(keep)}
+    return [pool[i][0][-1] for i in keep], [index.get(pool[i][2], -1) for i in keep], [pool[i][1] for i in keep]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import references as ref
 
 from specjax import trees
 from specjax.types import Draft
@@ -214,23 +215,6 @@ def test_sequoia_finds_the_best_tree(depth):
     assert trees.best_size(np.array([1, 1.6, 2.1, 2.3]), np.array([1.0, 1.1, 1.3, 2.0])) == 2
 
 
-def eagle2(log_q, width, levels, nodes):
-    """EAGLE-2 in plain Python: (tokens, parents, scores) of the `nodes` best; ties go to the earlier candidate."""
-    pool, beam = [], [((), 0.0, -1)]
-    for _ in range(levels):
-        level = []
-        for prefix, score, place in beam:
-            law = log_q(prefix)
-            for x in np.argsort(-law, kind="stable")[:width]:
-                level.append(((*prefix, int(x)), np.float32(score + law[x]), place))
-        placed = [(path, score, len(pool) + i) for i, (path, score, _) in enumerate(level)]
-        pool += level
-        beam = [placed[i] for i in np.argsort([-s for _, s, _ in placed], kind="stable")[:width]]
-    keep = sorted(np.argsort([-s for _, s, _ in pool], kind="stable")[:nodes])
-    index = {old: new for new, old in enumerate(keep)}
-    return [pool[i][0][-1] for i in keep], [index.get(pool[i][2], -1) for i in keep], [pool[i][1] for i in keep]
-
-
 @pytest.mark.parametrize(("width", "levels", "nodes"), [(10, 6, 59), (3, 2, 5), (2, 4, 7), (1, 3, 3)])
 def test_a_dynamic_tree_is_eagle_2(width, levels, nodes):
     """grow, beam and rerank together, the draft's law a function of the path; half of the time laws have ties."""
@@ -251,6 +235,6 @@ def test_a_dynamic_tree_is_eagle_2(width, levels, nodes):
             prefixes = [(*prefixes[i // width], int(tokens.ravel()[i])) for i in kept]
             scores, place = best.ravel()[kept], (start + kept).tolist()
         got = trees.rerank(pool, nodes)
-        expected = eagle2(law, width, levels, nodes)
+        expected = ref.eagle2(law, width, levels, nodes)
         assert got[0].tolist() == expected[0] and got[1].tolist() == expected[1]
         np.testing.assert_allclose(got[2], expected[2], rtol=1e-6)

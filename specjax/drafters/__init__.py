@@ -1,6 +1,6 @@
 """Drafting methods: one file a method, each a factory and a `load`.  To add one: write its file, add its entry."""
 
-from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
+from specjax.drafters import blockwise, eagle, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
 from specjax.drafters.base import Method
 
 METHODS: dict[str, Method] = {
@@ -13,5 +13,10 @@ METHODS: dict[str, Method] = {
     "hydra": Method(hydra.load, "trained after it", "recursive", "heads that see the tokens drafted before theirs"),
     "parallel_heads": Method(parallel_heads.load, "trained after it", "rejection", "a layer of its own for each token ahead"),
     "mtp": Method(mtp.load, "trained after it", "rejection", "one layer on the target's last state, fed with its own output"),
+    "eagle1": Method(
+        eagle.loader("eagle1"), "trained after it", "rejection", "one layer that extrapolates the target's last state"
+    ),
+    "eagle3": Method(eagle.loader("eagle3"), "trained after it", "rejection", "one layer on features of three of the target's"),
+    "eagle3.1": Method(eagle.loader("eagle3.1"), "trained after it", "rejection", "eagle3 with normed features and feedback"),
     "early_exit": Method(early_exit.load, "training-free", "rejection", "the target's first layers with its own head"),
 }

@@ -119,8 +119,9 @@ def read_config(weights: str | Path | None, method: str) -> dict:
 def given(weights: str | Path | None, method: str) -> Path:
     """The path of the weights; ValueError, which says what to train, where there is none."""
     if weights is None:
+        home = "eagle" if method.startswith("eagle") else method
         raise ValueError(
-            f"method {method!r} needs weights made for this target: train specjax.drafters.{method}.recipe and give weights="
+            f"method {method!r} needs weights made for this target: train specjax.drafters.{home}.recipe and give weights="
             "DIRECTORY"
         )
     return Path(weights)

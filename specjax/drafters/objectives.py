@@ -3,6 +3,7 @@
 Cross-entropy learns from tokens; soft cross-entropy, KL and total variation learn from the target's whole law.  Forward
 KL of target and drafter equals soft cross-entropy less the target's entropy, so both have the same gradient; 1 - TV is the
 expected acceptance of one drafted token, which makes TV the loss of what decoding counts (cf. DistillSpec, 2310.08461).
+TV teaches next to nothing while target and drafter hardly overlap; the LK losses of SpecForge and speculators do.
 
 An objective is `(logits [R, V], labels [R], target_logits [R, V]) -> nats [R]`; what it does not read is never computed.
 """
@@ -21,9 +22,9 @@ Objective = Callable[[Array, Array, Array], Array]
 
 
 def hard(logits: Array, labels: Array, target_logits: Array | None = None) -> Array:
-    """-log softmax(logits)[label]: cross-entropy to the tokens that follow."""
-    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
-    return jax.nn.logsumexp(logits, -1) - picked
+    """-log softmax(logits)[label]: cross-entropy to the tokens that follow; 0 for a label of -1, which is none."""
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[:, None], -1)[:, 0]
+    return jnp.where(labels >= 0, jax.nn.logsumexp(logits, -1) - picked, 0)
 
 
 def soft(logits: Array, labels: Array | None, target_logits: Array) -> Array:
@@ -43,6 +44,28 @@ def total_variation(logits: Array, labels: Array | None, target_logits: Array) -
     """sum |p - q| / 2: the chance that one token drafted at temperature 1 is rejected."""
     p = jax.nn.softmax(jax.lax.stop_gradient(target_logits), -1)
     return 0.5 * jnp.abs(p - jax.nn.softmax(logits, -1)).sum(-1)
+
+
+def log_acceptance(logits: Array, labels: Array | None, target_logits: Array) -> Array:
+    """-log sum min(p, q): the acceptance of one drafted token, with a gradient that does not fade as it goes to 0."""
+    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(target_logits), -1)
+    return -jax.nn.logsumexp(jnp.minimum(log_p, jax.nn.log_softmax(logits, -1)), -1)
+
+
+def lk(logits: Array, labels: Array | None, target_logits: Array, *, eta: float = 3.0) -> Array:
+    """w KL(p, q) + (1 - w) TV(p, q), w = exp(-eta (1 - TV)): KL far from the target, acceptance itself near to it.
+
+    w is data: no gradient passes through it.
+    """
+    distance = total_variation(logits, labels, target_logits)
+    w = jax.lax.stop_gradient(jnp.exp(-eta * (1 - distance)))
+    return w * kl(logits, labels, target_logits) + (1 - w) * distance
+
+
+def smooth_l1(given: Array, wanted: Array) -> Array:
+    """[..., D], [..., D] -> [...]: the mean of x^2 / 2 up to |x| = 1 and of |x| - 1/2 past it.  No gradient to `wanted`."""
+    size = jnp.abs(given - jax.lax.stop_gradient(wanted))
+    return jnp.where(size < 1, 0.5 * size * size, size - 0.5).mean(-1)
 
 
 def correct(logits: Array, labels: Array) -> Array:
@@ -83,6 +106,12 @@ def chunked(rows: Callable, inputs, *, size: int = 1024):
 
     parts = jax.lax.map(jax.checkpoint(rows), jax.tree.map(cut, inputs))
     return jax.tree.map(lambda y: y.reshape(-1)[:count].reshape(shape), parts)
+
+
+def behind(x: Array, count: int) -> Array:
+    """x [B, T, ...] moved so that position t holds what stood at t - count; zeros before the beginning."""
+    kept = x[:, : max(x.shape[1] - count, 0)]
+    return jnp.pad(kept, ((0, 0), (x.shape[1] - kept.shape[1], 0)) + ((0, 0),) * (x.ndim - 2))
 
 
 def ahead(x: Array, count: int) -> Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters.recipe import Batch, Recipe
-from specjax.types import LanguageModel
+from specjax.types import Array, LanguageModel
 
 Ids = tuple[int, ...]
 
@@ -43,23 +43,29 @@ def narrowed(target: LanguageModel, ids: Ids) -> LanguageModel:
     """
     if target.narrow is None:
         raise ValueError("this target has no vocabulary head to narrow: draft with all of its tokens")
-    array, narrow = np.asarray(ids), target.narrow
-    if array.dtype.kind != "i" or array.ndim != 1 or not (np.diff(array, prepend=-1, append=target.vocab_size) > 0).all():
-        raise ValueError(f"{len(ids)} ids of a draft vocabulary must ascend within 0 to {target.vocab_size - 1}, each once")
+    narrow = target.narrow
+    check(ids, target.vocab_size)
     return target._replace(unembed=lambda params, hidden: target.unembed(narrow(params, jnp.asarray(ids, jnp.int32)), hidden))
+
+
+def check(ids: Ids, vocab_size: int) -> None:
+    """ValueError for ids that are not a target's own, ascending."""
+    array = np.asarray(ids)
+    if array.dtype.kind != "i" or array.ndim != 1 or not (np.diff(array, prepend=-1, append=vocab_size) > 0).all():
+        raise ValueError(f"{len(ids)} ids of a draft vocabulary must ascend within 0 to {vocab_size - 1}, each once")
+
+
+def spread(logits: Array, ids: Ids, vocab_size: int) -> Array:
+    """Logits [..., n] of `ids` as [..., V], -inf outside."""
+    outside = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
+    return jnp.concatenate([logits, outside], -1)[..., places(ids, vocab_size)]  # place -1 is the column that was added
 
 
 @functools.cache  # as above
 def widened(target: LanguageModel, ids: Ids) -> LanguageModel:
     """The target whose logits [..., V] are -inf outside `ids`: what a drafter reads.  ValueError as `narrowed`."""
-    few, place = narrowed(target, ids), places(ids, target.vocab_size)
-
-    def unembed(params, hidden):
-        logits = few.unembed(params, hidden)
-        outside = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
-        return jnp.concatenate([logits, outside], -1)[..., place]  # place -1 is the column that was added
-
-    return target._replace(unembed=unembed)
+    few = narrowed(target, ids)
+    return target._replace(unembed=lambda params, hidden: spread(few.unembed(params, hidden), ids, target.vocab_size))
 
 
 def seen_by(target: LanguageModel, ids: Sequence[int] | None) -> LanguageModel:
@@ -98,3 +104,21 @@ def places(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     found = np.full(vocab_size, -1, np.int32)
     found[list(ids)] = np.arange(len(ids))
     return found
+
+
+def offsets(ids: Sequence[int]) -> np.ndarray:
+    """What published drafters store as d2t: how far each token lies behind its place.
+
+    >>> offsets((2, 5)).tolist()
+    [2, 4]
+    """
+    return np.asarray(ids, np.int64) - np.arange(len(ids))
+
+
+def from_offsets(d2t: np.ndarray) -> Ids:
+    """The ids of a d2t.
+
+    >>> from_offsets(np.array([2, 4]))
+    (2, 5)
+    """
+    return tuple((np.asarray(d2t) + np.arange(len(d2t))).tolist())

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import METHODS, blockwise, files, hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters import METHODS, blockwise, eagle, eagle_head, files, hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.base import options
 from specjax.lossless.subject import Subject, of_model
 from specjax.models.load import LM
@@ -31,12 +31,15 @@ ON_A_TABLE = ("plain", "ngram", "small", "specinfer")
 HEAD_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 """Rank paths of the tree that built-in heads draft."""
 
+EAGLES = {"eagle1": eagle_head.eagle1(CONFIG), "eagle3": eagle_head.eagle3(CONFIG), "eagle3.1": eagle_head.eagle31(CONFIG)}
+
 HEADS = {
     "blockwise": functools.partial(blockwise.recipe, hidden=16),
     "medusa": medusa.recipe,
     "hydra": hydra.recipe,
     "parallel_heads": functools.partial(parallel_heads.recipe, config=layer.config_of(CONFIG)),
     "mtp": functools.partial(mtp.recipe, config=mtp.config_of(CONFIG)),
+    **{name: functools.partial(eagle.recipe, config=config) for name, config in EAGLES.items()},
 }
 """Recipes of the methods that are trained after the target."""
 
@@ -88,6 +91,7 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     rng = np.random.default_rng(0)
     disturbed = [x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     about = {"medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}, "mtp": mtp.config_of(CONFIG)._asdict()}
+    about |= {name: config._asdict() for name, config in EAGLES.items()}
     about["parallel_heads"] = layer.config_of(CONFIG)._asdict()
     files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {})})
     return directory

@@ -140,18 +140,35 @@ class Segment(NamedTuple):
     seen: Array  # [B, T, S] bool
 
 
-def attend(q: Array, segments: tuple[Segment, ...], scale: float) -> Array:
-    """Softmax attention of q [B, T, G, R, head_dim] over one or more segments, without joining or transposing their keys."""
+class Columns(NamedTuple):
+    """J keys and values for each query, which nobody else sees: J columns of scores, where a segment would have J x T."""
+
+    k: Array  # [B, T, G, J, head_dim]
+    v: Array  # [B, T, G, J, head_dim]
+
+
+def attend(q: Array, segments: tuple[Segment, ...], scale: float, columns: Columns | None = None) -> Array:
+    """Softmax attention of q [B, T, G, R, head_dim] over one or more segments, without joining or transposing their keys.
+
+    With `columns` each query sees its own of them beside the segments.
+    """
     b, t, g, r, d = q.shape
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d) * scale
     scores = [jnp.matmul(q.astype(s.k.dtype), s.k, preferred_element_type=jnp.float32) for s in segments]
     seen = [jnp.broadcast_to(s.seen[:, None, None], (b, 1, r, *s.seen.shape[1:])).reshape(b, 1, r * t, -1) for s in segments]
-    scores = jnp.concatenate([jnp.where(m, x, -1e30) for m, x in zip(seen, scores, strict=True)], -1)
+    scores = [jnp.where(m, x, -1e30) for m, x in zip(seen, scores, strict=True)]
+    if columns is not None:
+        scores.append(jnp.einsum("bgrtd,btgjd->bgrtj", q.reshape(b, g, r, t, d), columns.k).reshape(b, g, r * t, -1))
     ends = [sum(s.seen.shape[-1] for s in segments[: i + 1]) for i in range(len(segments))]
-    weights = jnp.split(jax.nn.softmax(scores, -1), ends[:-1], -1)
+    ends = ends if columns is not None else ends[:-1]
+    weights = jnp.split(jax.nn.softmax(jnp.concatenate(scores, -1), -1), ends, -1)
     parts = [
-        jnp.matmul(w.astype(s.v.dtype), s.v, preferred_element_type=jnp.float32) for w, s in zip(weights, segments, strict=True)
+        jnp.matmul(w.astype(s.v.dtype), s.v, preferred_element_type=jnp.float32)
+        for w, s in zip(weights, segments, strict=False)  # the last weights are those of the columns
     ]
+    if columns is not None:
+        own = weights[-1].reshape(b, g, r, t, -1)
+        parts.append(jnp.einsum("bgrtj,btgjd->bgrtd", own, columns.v).reshape(b, g, r * t, d))
     return sum(parts[1:], parts[0]).reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4)
 
 
@@ -169,8 +186,14 @@ class Attention(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x, k, v, at, positions, frequency, seen, context: Segment | None = None):
-        """x [B, T, *] -> [B, T, D] and the layer's k, v with the new tokens written at slots at[b] and on."""
+    def __call__(
+        self, x, k, v, at, positions, frequency, seen, context: Segment | None = None, columns: Columns | None = None
+    ):  # fmt: skip
+        """x [B, T, *] -> [B, T, D] and the layer's k, v with the new tokens written at slots at[b] and on.
+
+        With `columns` k and v are only read, and the new tokens become one more column, each its own: what is returned for
+        k and v are those of Columns.
+        """
         qkv = Linear((self.kv_heads, self.group + 2, self.head_dim), self.bias, self.dtype, name="qkv")(x)
         q, new_k, new_v = qkv[..., : self.group, :], qkv[..., self.group, :], qkv[..., self.group + 1, :]
         if self.qk_norm:
@@ -178,9 +201,14 @@ class Attention(nn.Module):
         q = rope(q.reshape(*q.shape[:2], -1, self.head_dim), positions, frequency).reshape(q.shape)
         sound = jnp.isfinite(new_v)  # 0 x NaN is NaN: what a broken token stores would reach the rows that do not see it
         new_v = jnp.where(sound, new_v, 0)
-        k, v = kv.write(k, v, rope(new_k, positions, frequency), new_v, at)
-        own = Segment(k, v, seen)
-        y = attend(q, (own,) if context is None else (context, own), self.scale)
+        new_k, before = rope(new_k, positions, frequency), () if context is None else (context,)
+        if columns is None:
+            k, v = kv.write(k, v, new_k, new_v, at)
+            y = attend(q, (*before, Segment(k, v, seen)), self.scale)
+        else:
+            more = [jnp.concatenate([x, new[:, :, :, None]], 3) for x, new in zip(columns, (new_k, new_v), strict=True)]
+            y = attend(q, (*before, Segment(k, v, seen)), self.scale, Columns(*more))
+            k, v = more
         y = jnp.where(sound.all((2, 3))[:, :, None], y.reshape(*y.shape[:2], -1), jnp.nan)  # but not its own: it is broken
         return Linear((self.width,), dtype=self.dtype, name="out")(y), k, v
 

@@ -6,10 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters import base, blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads, small
+from specjax.drafters import (
+    base,
+    blockwise,
+    eagle,
+    eagle_head,
+    files,
+    hydra,
+    layer,
+    medusa,
+    mtp,
+    objectives,
+    parallel_heads,
+    small,
+)
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.vocabulary import Ids, within
 from specjax.models.load import LM
@@ -24,6 +38,8 @@ OBJECTIVES: dict[str, objectives.Objective] = {
     "soft": objectives.soft,
     "kl": objectives.kl,
     "total_variation": objectives.total_variation,
+    "log_acceptance": objectives.log_acceptance,
+    "lk": objectives.lk,
 }
 FLOATS = ("float16", "bfloat16", "float32")
 """Numbers that a model is written in."""
@@ -86,6 +102,34 @@ def small_recipe(
     return small.recipe(target, language_model(reduced(config, layers)), num_draft=num_draft, objective=objective)
 
 
+def eagle_1(
+    target: LanguageModel, *, num_draft: int, config: eagle_head.EagleConfig, vocabulary: Ids | None = None,
+    paths: medusa.Paths | None = None, steps: int = 1, decay: float = 0.8, objective: objectives.Objective = objectives.soft,
+    law: float = 0.1, state: float = 1.0, noise: float = 0.1,
+) -> Recipe:  # fmt: skip
+    """`eagle.recipe` as EAGLE-1 was trained: SmoothL1 to the target's states, a tenth of soft cross-entropy, one step.
+
+    Features are given uniform noise of +- noise x 512 / T in rows of T tokens; the authors' 0.1 is 0.025 at their T = 2048.
+    """
+
+    def blur(key, features):
+        width = noise * 512 / features.shape[1]
+        return features + jax.random.uniform(key, features.shape, minval=-width, maxval=width)
+
+    return eagle.recipe(
+        target, num_draft=num_draft, config=config, vocabulary=vocabulary, paths=paths, steps=steps, decay=decay,
+        objective=objective, law=law, state=state, noise=blur,
+    )  # fmt: skip
+
+
+def of_the_family(method: str, recipe: Callable, preset: Callable) -> Training:
+    """An entry for a module of the EAGLE family, given the preset of its flags."""
+    return Training(
+        method, recipe, told=lambda lm: {"config": preset(lm.config)},
+        config=lambda lm, options: {**tree_of(lm, options), **preset(lm.config)._asdict()},
+    )  # fmt: skip
+
+
 def tree_of(lm: LM, options: Mapping[str, Any]) -> dict:
     """The tree that decoding uses unless told otherwise."""
     return {} if options.get("paths") is None else {"tree": options["paths"]}
@@ -111,6 +155,9 @@ RECIPES: dict[str, Training] = {
         "mtp", mtp.recipe, told=lambda lm: {"config": mtp.config_of(lm.config)},
         config=lambda lm, options: mtp.config_of(lm.config)._asdict(),
     ),
+    "eagle1": of_the_family("eagle1", eagle_1, eagle_head.eagle1),
+    "eagle3": of_the_family("eagle3", eagle.recipe, eagle_head.eagle3),
+    "eagle3.1": of_the_family("eagle3.1", eagle.recipe, eagle_head.eagle31),
 }  # fmt: skip
 
 
@@ -135,9 +182,11 @@ def build(
 ) -> Recipe:  # fmt: skip
     """The recipe `name` for a target, of a draft vocabulary where one is given; ValueError where it does not fit."""
     entry = find(name)
-    make = lambda target: entry.recipe(target, num_draft=num_draft, **entry.told(lm), **options)
+    make = lambda target, **own: entry.recipe(target, num_draft=num_draft, **entry.told(lm), **options, **own)
     if vocabulary is None:
         return make(lm.model)
+    if "vocabulary" in base.options(entry.recipe):  # it masks by the target's best token, or has a head of its own
+        return make(lm.model, vocabulary=vocabulary)
     if entry.save is not save_heads:
         raise ValueError(f"{name} trains a model whose vocabulary head is its own: leave the draft vocabulary out")
     return within(make, lm.model, vocabulary)

@@ -30,6 +30,9 @@ SETTINGS = {
     "hydra": {"weights": h.saved("hydra")},
     "parallel_heads": {"weights": h.saved("parallel_heads")},
     "mtp": {"weights": h.saved("mtp")},
+    "eagle1": {"weights": h.saved("eagle1")},
+    "eagle3": {"weights": h.saved("eagle3")},
+    "eagle3.1": {"weights": h.saved("eagle3.1")},
     "early_exit": {"layers": 1},
 }
 NAMES = {"ngram": "ngram, order 1", "early_exit": "early_exit, 1 layer"}

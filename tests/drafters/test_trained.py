@@ -42,7 +42,7 @@ def loss_of(name):
 
 def batch(mask, tokens=TEXT, segments=SEGMENTS):
     given = Batch(jnp.asarray(tokens), jnp.asarray(mask), jnp.asarray(segments))
-    return with_output(given, h.TARGET, h.target_params())
+    return with_output(given, h.TARGET, h.target_params(), (0, 1))
 
 
 # What training sees.
@@ -66,10 +66,10 @@ def prefill(drafter, params, rows):
     return go(params, jnp.asarray(tokens))
 
 
-@each
+@pytest.mark.parametrize("name", [*h.RECIPES, "eagle1, static", "eagle3, dynamic"])
 def test_a_round_leaves_what_prefill_would(name):
     """The drafter's state after rounds of decoding is that of a fresh prefill of the text so far."""
-    drafter, params = h.drafter(name), Params(h.target_params(), h.trained(name))
+    drafter, params = h.drafter(name), Params(h.target_params(), h.drafter_params(name))
     state = h.mixed(name, RULES_OF[name], rounds=2).state
     rows = [np.asarray(state.tokens)[row, :n].tolist() for row, n in enumerate(np.asarray(state.length))]
     fresh, held = prefill(drafter, params, rows).drafter, state.drafter
@@ -100,7 +100,8 @@ def test_batch_mates_change_nothing(name):
 
 
 RULES_OF = {"blockwise": "rejection", "medusa": "target_match", "hydra": "recursive", "hydra, prefix": "recursive"}
-RULES_OF |= {"parallel_heads": "rejection", "mtp": "rejection"}
+RULES_OF |= {"parallel_heads": "rejection", "mtp": "rejection", **dict.fromkeys(h.EAGLES, "rejection")}
+RULES_OF |= {"eagle1, static": "recursive", "eagle3, dynamic": "target_match"}
 IID = {"paths": medusa.chain_paths(K), "siblings": SIBLINGS["iid"]}
 CHAINS = {
     "medusa": medusa.medusa(h.TARGET, **IID),
@@ -108,9 +109,11 @@ CHAINS = {
     "hydra, prefix": hydra.hydra(h.TARGET, prefix=h.LAYER_CONFIG, **IID),
     "parallel_heads": parallel_heads.parallel_heads(h.TARGET, config=h.LAYER_CONFIG, **IID),
     "mtp": h.drafter("mtp"),
+    **{name: h.drafter(name) for name in h.EAGLES},
 }
 SHARES = {"medusa": [0.8, 0.64, 0.512], "hydra": [0.8, 0.64, 0.512], "hydra, prefix": [0.8, 0.64, 0.512]}
 SHARES |= {"parallel_heads": [1 / 3] * 3, "mtp": np.asarray([1, 0.6, 0.36]) / 1.96}
+SHARES |= dict.fromkeys(h.EAGLES, [1, 0.8, 0.64])
 
 
 @functools.cache
@@ -173,12 +176,14 @@ def test_the_loss_of_a_label_does_not_see_past_it(name):
     mask[:, m] = True
     clean = batch(mask, segments=np.zeros((2, T), np.int32))
     tokens = clean.tokens.at[:, m + 1 :].set(3)
-    hidden = clean.output.hidden.at[:, m - 1 :].set(7.0)
-    spoiled = clean._replace(tokens=tokens, output=clean.output._replace(hidden=hidden))
+    parts = {"hidden": clean.output.hidden, "features": clean.output.features}
+    spoiled = clean._replace(
+        tokens=tokens, output=clean.output._replace(**{n: x.at[:, m - 1 :].set(7.0) for n, x in parts.items()})
+    )
     loss = lambda given: loss_of(name)(h.trained(name), given)[0]
     assert float(loss(clean)) == float(loss(spoiled))
-    gradient = jax.grad(lambda x: loss(clean._replace(output=clean.output._replace(hidden=x))))(clean.output.hidden)
-    size = np.abs(gradient).sum((0, 2))
+    gradient = jax.grad(lambda x: loss(clean._replace(output=clean.output._replace(**x))))(parts)
+    size = np.abs(gradient["hidden"]).sum((0, 2)) + np.abs(gradient["features"]).sum((0, 2, 3))
     assert (size[m - 1 :] == 0).all() and (size[m - 1 - K : m - 1] > 0).all()
 
 
@@ -242,7 +247,7 @@ def test_saved_and_loaded_again(name, tmp_path):
     half = load_drafter(method, TARGET_LM, num_draft=K, weights=str(tmp_path))
     assert {x.dtype for x in jax.tree.leaves(half.params) if x.ndim > 1} == {jnp.dtype(jnp.bfloat16)}
     assert half.card.extra_bytes < 0.6 * loaded.card.extra_bytes
-    if name != "mtp":
+    if name not in ("mtp", *h.EAGLES):
         with pytest.raises(ValueError, match="num_draft 4 > 3 heads"):
             load_drafter(method, TARGET_LM, num_draft=4, weights=h.saved(name))
 
@@ -257,7 +262,7 @@ def test_weights_that_do_not_fit_are_refused(name, tmp_path):
             load_drafter(method, lm, num_draft=K, weights=weights)
         assert "\n" not in str(error.value)
 
-    refused(f"train specjax.drafters.{method}.recipe", weights=None)
+    refused(f"train specjax.drafters.{'eagle' if name in h.EAGLES else method}.recipe", weights=None)
     refused("no config.json", FileNotFoundError)
     config = json.loads((files.Path(h.saved(name)) / "config.json").read_text())
     files.save(tmp_path, h.trained(name), {**config, "method": "other"})

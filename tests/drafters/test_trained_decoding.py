@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters import eagle, eagle_head, hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import Params
@@ -23,6 +23,11 @@ from specjax.types import Params
         ("hydra, prefix", "recursive"),
         ("parallel_heads", "rejection"),
         ("mtp", "rejection"),
+        ("eagle1", "rejection"),
+        ("eagle1, static", "recursive"),
+        ("eagle3", "rejection"),
+        ("eagle3, dynamic", "target_match"),
+        ("eagle3.1", "rejection"),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(name, rule):
@@ -46,6 +51,10 @@ LAWS = {
                        {"paths": medusa.chain_paths(2), "config": LAYER}),
     "mtp": ("block", functools.partial(mtp.recipe, config=mtp.config_of(LITTLE)), mtp.mtp,
             {"num_draft": 2, "config": mtp.config_of(LITTLE)}),
+    "eagle1, static": ("recursive", functools.partial(eagle.recipe, config=eagle_head.eagle1(LITTLE)), eagle.eagle,
+                       {"paths": BRANCHES, "config": eagle_head.eagle1(LITTLE)}),
+    "eagle3, dynamic": ("target_match", functools.partial(eagle.recipe, config=eagle_head.eagle3(LITTLE)), eagle.eagle2,
+                        {"num_draft": 2, "top_k": 2, "nodes": 4, "config": eagle_head.eagle3(LITTLE)}),
 }  # fmt: skip
 
 
