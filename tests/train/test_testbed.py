@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import zoo
+from specjax import text, zoo
 from specjax.models.transformer import language_model
 from specjax.train import stdlib, testbed
 from specjax.train.stdlib import Source
@@ -32,6 +32,15 @@ def test_prepare(few, tmp_path):
     assert bed.train.provenance["modules"] == 3 and len(bed.train.provenance["sha256"]) == 64
 
 
+def test_another_tokenizer_is_refused(few, tmp_path):
+    """A corpus of the same modules in other ids is another corpus, with as many ids or not."""
+    made = testbed.prepare(tmp_path)
+    backend = testbed.train_tokenizer([few[0].text], 300)
+    assert testbed.prepare(tmp_path, tokenizer=made.tokenizer).train.tokens.tolist() == made.train.tokens.tolist()
+    with pytest.raises(ValueError, match="train was begun with another vocabulary: choose an empty directory"):
+        testbed.prepare(tmp_path, tokenizer=text.from_tokenizers(backend, eos_ids=(0,)))
+
+
 def test_rows_are_short_then_long(few, tmp_path):
     rows = testbed.rows(testbed.prepare(tmp_path), testbed.SETTINGS._replace(steps=10))
     shapes = [rows.at(step).tokens.shape for step in (0, 6, 7, 9)]
@@ -48,12 +57,27 @@ def test_no_such_package():
         zoo.path("nothing")
 
 
-@pytest.mark.skipif(not PACKAGED, reason="the testbed is not trained yet")
 def test_the_packaged_testbed():
     """Loads by name and continues Python."""
     lm = specjax.load("testbed")
     assert lm.config == testbed.CONFIG and lm.tokenizer.eos_ids == (0,)
-    text = "class Reader:\n    def __init__(self, stream):\n        self.stream = "
+    text = "class Reader:\n    def __init__(self, stream):\n        self.stream ="
     (out,) = specjax.generate(lm, None, [text], key=jax.random.key(0), max_new_tokens=1)
-    assert out.text.startswith("stream")
+    assert out.text.startswith(" stream")
     assert (Path(zoo.path("testbed")) / "card.md").is_file()
+
+
+@pytest.mark.parametrize("method", ["small", "blockwise", "medusa", "hydra", "mtp"])
+def test_the_packaged_drafters(method):
+    """Found by the target's name; they draft well above chance, and the text is plain decoding's."""
+    lm = specjax.load("testbed")
+    loaded = specjax.load_drafter(method, lm, num_draft=3)
+    plain, fast = (
+        specjax.generate(
+            lm, d, ["import os\n\n\ndef walk(", "class Reader:\n    def __init__"], key=jax.random.key(0), max_new_tokens=32
+        )
+        for d in (None, loaded)
+    )
+    assert [c.tokens for c in fast] == [c.tokens for c in plain]
+    assert sum(c.stats.num_accepted_draft_tokens for c in fast) >= 3
+    assert (zoo.path(f"testbed/{method}") / "card.md").is_file()
