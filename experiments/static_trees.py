@@ -50,9 +50,7 @@ def load(method, lm, num_draft, weights, paths, folder):
 
 def tau(lm, loaded, prompts, temperature, new_tokens):
     contender = bench.Contender("tree", loaded, METHODS["medusa"].rule if loaded.drafter.children == "point" else loaded.rule)
-    work = bench.Work(
-        prompts, jax.random.key(0), new_tokens, SamplingParams(temperature=temperature), batch_size=4
-    )
+    work = bench.Work(prompts, jax.random.key(0), new_tokens, SamplingParams(temperature=temperature), batch_size=4)
     return bench.compare(lm, [contender], work)[1].tau
 
 

@@ -166,6 +166,7 @@ def extrapolate(p, c, embedded, hidden, position, before):
     else:
         residual = np.concatenate([embedded, hidden]) @ p["fc"]["kernel"] + p["fc"]["bias"]
         x = rms(residual, p["input_norm"]) if c.input_norm else residual
+        residual = x if c.norm_before_residual else residual
     y, entry = attended(p["attention"], x, position, before)
     x = residual + y
     x = x + fed(p, x)

@@ -1,6 +1,8 @@
 """`specjax train` in process, on tiny models; and drafters that lie in the package, found by the name of their target."""
 
+import inspect
 import json
+import re
 
 import jax
 import pytest
@@ -8,8 +10,9 @@ import tiny_model
 
 from specjax import cli, generate, load, load_drafter, zoo
 from specjax.commands import train
+from specjax.flags.train import Drafter
 from specjax.models.transformer import TransformerConfig
-from specjax.train import corpus, stdlib, testbed
+from specjax.train import corpus, recipes, stdlib, testbed
 from specjax.train.stdlib import Source
 
 LITTLE = TransformerConfig(2048, 16, 2, 2, 1, 8, 32, 64, tied=True)
@@ -46,6 +49,11 @@ def run(capsys, *arguments):
     """(exit status, stdout, stderr)"""
     status = cli.main([str(a) for a in arguments])
     return status, *capsys.readouterr()
+
+
+def test_help_names_every_recipe():
+    said = inspect.getsource(Drafter).split('"""What is trained: ')[1].split('."""')[0]
+    assert set(re.split(", | or ", said)) == set(recipes.RECIPES)
 
 
 def test_a_drafter_and_its_way_into_the_package(capsys, home, tmp_path):

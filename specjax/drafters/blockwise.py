@@ -148,7 +148,7 @@ def load(lm, *, num_draft: int, weights: str | None = None) -> LoadedDrafter:
     Raises:
       ValueError: no weights, or weights of another target or of fewer heads.
     """
-    target = seen_by(lm.model, files.read_config(weights, "blockwise").get("vocabulary"))
+    target = seen_by(lm.model, files.read_config(weights, "blockwise", lm.model).get("vocabulary"))
 
     def like(shapes):
         count, _, hidden = (*shapes.get("up", ()), 0, 0, 0)[:3]

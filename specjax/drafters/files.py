@@ -1,7 +1,6 @@
 """A drafter on disk: a directory of drafter.safetensors and config.json, which names the method and its static options.
 
-Parameters are a tree of dictionaries; a tensor's name is its path ("block/kernel").  A matrix may be kept in 8 bits: int8
-under its name, and "<name>.scale", a float32 for each output channel (for each head too, where heads are stacked).
+Parameters are a tree of dictionaries; a tensor's name is its path ("block/kernel").
 
 Nothing that is missing is ever made up: a drafter of random weights drafts, and is right at the rate of chance, which nobody
 would notice but by its tau.
@@ -21,9 +20,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from specjax.drafters import facts
+from specjax.drafters.precision import as_dtype, restored
+from specjax.types import LanguageModel
+
 WEIGHTS = "drafter.safetensors"
-SCALE = ".scale"
-"""What follows a matrix's name in that of its scales; a path has no dot in it."""
 
 
 def save(directory: str | Path, params: Mapping[str, Any], config: Mapping[str, Any], *, dtype: Any = None) -> None:
@@ -50,57 +51,11 @@ def save(directory: str | Path, params: Mapping[str, Any], config: Mapping[str, 
     (directory / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n", "utf-8")
 
 
-def as_dtype(tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Tensors whose matrices are of `dtype`; of int8, each with its scales."""
-    if dtype == jnp.int8:
-        # stacked biases are vectors: in 8 bits they would save nothing, and heads would share a scale
-        whole = {name for name, x in tensors.items() if x.ndim < 2 or name.endswith("bias")}
-        matrices = {name: quantized(name, x) for name, x in tensors.items() if name not in whole}
-        scales = {f"{name}{SCALE}": scale for name, (_, scale) in matrices.items()}
-        return {**{name: tensors[name] for name in whole}, **{name: q for name, (q, _) in matrices.items()}, **scales}
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"matrices cannot be kept as {dtype}: choose float32, bfloat16, float16 or int8")
-    return {name: x if x.ndim < 2 else x.astype(dtype) for name, x in tensors.items()}
-
-
-def quantized(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [..., in, out] as int8 and scales float32 [..., out]: their product is off by half a step, scale / 2, at most."""
-    x = x.astype(np.float32)
-    largest = np.abs(x).max(-2, initial=0.0)
-    if not np.isfinite(largest).all():
-        raise ValueError(f"{name} holds NaN or inf, which 8 bits cannot: look at it, or choose float32")
-    scale = largest / np.float32(127)
-    return np.rint(x / np.where(scale > 0, scale, 1)[..., None, :]).astype(np.int8), scale
-
-
-def restored(source: str | Path, tensors: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
-    """Tensors as they were before `as_dtype`: int8 times its scales, as `dtype`; the others as they are.
+def read_config(weights: str | Path | None, method: str, target: LanguageModel | None = None) -> dict:
+    """config.json of a saved drafter of `method`, for `target` where that is known.
 
     Raises:
-      ValueError: int8 without its scales, scales without int8, or scales that do not fit.
-    """
-    matrices = {name: x for name, x in tensors.items() if x.dtype == np.int8}
-    scales = {name.removesuffix(SCALE): x for name, x in tensors.items() if name.endswith(SCALE)}
-    shape = lambda x: x.shape[:-2] + x.shape[-1:]
-    fits = lambda name, s: s.dtype == np.float32 and matrices[name].ndim > 1 and s.shape == shape(matrices[name])
-    groups = {
-        "of int8 without scales": sorted(matrices.keys() - scales.keys()),
-        "with scales and not of int8": sorted(scales.keys() - matrices.keys()),
-        "with scales of another shape or dtype": sorted(n for n in matrices.keys() & scales.keys() if not fits(n, scales[n])),
-        "with scales that are not finite": sorted(n for n, s in scales.items() if not np.isfinite(s).all()),
-    }
-    faults = [f"{len(names)} {what}: {', '.join(names[:8])}" for what, names in groups.items() if names]
-    if faults:
-        raise ValueError(f"{source}: tensors do not fit: {'; '.join(faults)}: save the drafter again")
-    whole = {name: (x.astype(np.float32) * scales[name][..., None, :]).astype(dtype) for name, x in matrices.items()}
-    return {name: whole.get(name, x) for name, x in tensors.items() if not name.endswith(SCALE)}
-
-
-def read_config(weights: str | Path | None, method: str) -> dict:
-    """config.json of a saved drafter of `method`.
-
-    Raises:
-      ValueError: no weights are given, or they are another method's.
+      ValueError: no weights are given, they are another method's or another target's, or `facts.check` finds a fault.
       FileNotFoundError: there is no such directory.
     """
     path = given(weights, method)
@@ -109,8 +64,9 @@ def read_config(weights: str | Path | None, method: str) -> dict:
         raise FileNotFoundError(f"{path}: no config.json: give the directory that drafters.files.save wrote")
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}): save the drafter again") from None
+    config = facts.check(file, config, target)
     if config.get("method") != method:
         raise ValueError(f"{path} holds a drafter of method {config.get('method')!r} != {method!r}: load it as what it is")
     return config

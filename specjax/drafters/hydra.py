@@ -54,7 +54,7 @@ def hydra(
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings)
+    tree = static_tree(paths, siblings, target.vocab_size)
 
     def propose(noise, params, state, sequences):
         last = take(sequences.tokens, sequences.length[:, None] - 1)
@@ -164,7 +164,7 @@ def load(
     Raises:
       ValueError: no weights, weights that do not fit, or a tree that cannot be.
     """
-    saved, drawn = files.read_config(weights, "hydra"), find_siblings(children)
+    saved, drawn = files.read_config(weights, "hydra", lm.model), find_siblings(children)
     facts = saved.get("prefix", False)
     prefix = saved_config(lm, facts if isinstance(facts, dict) else {}, weights) if facts else None
     heads = files.read_params(weights, functools.partial(like, lm, prefix))

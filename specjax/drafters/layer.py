@@ -129,17 +129,31 @@ def empty(config: LayerConfig, layers: int, batch: int, capacity: int) -> LayerS
 
 def config_of(target_config: Any, **facts) -> LayerConfig:
     """A layer shaped like one of the target's, given its config; `facts` replace fields, as config.json writes them."""
-    shared = {name: getattr(target_config, name) for name in LayerConfig._fields if hasattr(target_config, name)}
+    return filled(LayerConfig, target_config, facts)
+
+
+def filled(kind: Any, target_config: Any, facts: Mapping[str, Any]) -> Any:
+    """A config `kind`, a NamedTuple with the fields of LayerConfig: `facts`, and of what they do not say the target's own.
+
+    Raises:
+      ValueError: a field that neither has, or heads that cannot be.
+    """
+    shared = {name: getattr(target_config, name) for name in kind._fields if hasattr(target_config, name)}
     fields = {**shared, **facts}
-    lacking = [name for name in LayerConfig._fields if name not in {*fields, *LayerConfig._field_defaults}]
+    lacking = [name for name in kind._fields if name not in {*fields, *kind._field_defaults}]
     if lacking:
         raise ValueError(
             f"a target without a config does not say {', '.join(lacking)} of its layers: give these in config.json"
         )
+    if fields["heads"] % fields["kv_heads"] or fields["head_dim"] % 2:
+        said = ", ".join(f"{name} {fields[name]}" for name in ("heads", "kv_heads", "head_dim"))
+        raise ValueError(f"{said}: heads must be a multiple of kv_heads, and head_dim even")
     if fields.get("rope_scaling") is not None:
         listed: Any = (tuple(x) if isinstance(x, list) else x for x in fields["rope_scaling"])
-        fields["rope_scaling"] = RopeScaling(*listed)
-    return LayerConfig(**fields)
+        fields["rope_scaling"] = scaling = RopeScaling(*listed)
+        if scaling.factors is not None and len(scaling.factors) != fields["head_dim"] // 2:
+            raise ValueError(f"rope_scaling has {len(scaling.factors)} factors != {fields['head_dim'] // 2}, half of head_dim")
+    return kind(**fields)
 
 
 def saved_config(lm, facts: Mapping[str, Any], source: Any) -> LayerConfig:

@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def medusa(target: LanguageModel, *, paths: Paths, siblings: Siblings = SIBLINGS
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings)
+    tree = static_tree(paths, siblings, target.vocab_size)
     depth = int(tree.depths.max())
 
     def propose(noise, params, state, sequences):
@@ -91,9 +92,12 @@ def choose_tree(tree: str | None, listed, num_draft: int) -> Paths:
     return short + tuple(path for path in chain_paths(num_draft) if path not in short)
 
 
-def static_tree(paths: Paths, siblings: Siblings) -> trees.Paths:
-    """The tree of `paths`; ValueError where its children could not have been drawn as `siblings` draw them."""
+def static_tree(paths: Paths, siblings: Siblings, vocab_size: int | None = None) -> trees.Paths:
+    """The tree of `paths`; ValueError where its children could not have been drawn as `siblings` draw them from V tokens."""
     tree, families = trees.from_paths(paths), {}
+    highest = int(tree.ranks.max(initial=0))
+    if vocab_size is not None and highest >= vocab_size:
+        raise ValueError(f"the tree has a candidate of rank {highest}, the vocabulary {vocab_size} tokens: leave it out")
     for path in paths:
         families.setdefault(path[:-1], []).append(path[-1])
     for parent, ranks in families.items():
@@ -207,11 +211,12 @@ def load(
     Raises:
       ValueError: no weights, weights that do not fit, or a tree that cannot be.
     """
-    published, saved, drawn = published_file(files.given(weights, "medusa")), {"tree": TREE_63}, find_siblings(children)
+    published, drawn = published_file(files.given(weights, "medusa")), find_siblings(children)
+    saved: dict[str, Any] = {"tree": TREE_63}
     if published is not None:
         heads = read_published(published, lm.model)
     else:
-        saved = files.read_config(weights, "medusa")
+        saved = files.read_config(weights, "medusa", lm.model)
         heads = files.read_params(weights, functools.partial(like, lm))
     files.check_depth(num_draft, len(heads["kernel"]))
     params, paths = first_heads(heads, num_draft), choose_tree(tree, saved.get("tree", ()), num_draft)

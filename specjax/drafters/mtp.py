@@ -25,7 +25,7 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
-from specjax.drafters.layer import block, taken_over
+from specjax.drafters.layer import block, filled, taken_over
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
 from specjax.drafters.vocabulary import seen_by
@@ -153,8 +153,7 @@ def empty(config: MTPConfig, params, batch: int, capacity: int) -> MTPState:
 
 def config_of(target_config: Any, **flags) -> MTPConfig:
     """A module shaped like one layer of the target, given its config; `flags` replace fields."""
-    shared = {name: getattr(target_config, name) for name in MTPConfig._fields if hasattr(target_config, name)}
-    return MTPConfig(**{**shared, **flags})
+    return filled(MTPConfig, target_config, flags)
 
 
 def module_init(config: MTPConfig, key, target_params: Mapping[str, Any] = {}, last: int = -1) -> dict[str, Any]:
@@ -234,10 +233,9 @@ def load(lm, *, num_draft: int, weights: str | None = None) -> LoadedDrafter:
         config = config_of(lm.config, embedding_first=published[0].embedding_first)
         params = files.mtp_params(files.given(weights, "mtp"), *published, config)
     else:
-        saved = files.read_config(weights, "mtp")
-        target, scaling = seen_by(target, saved.get("vocabulary")), saved.get("rope_scaling")
-        config = MTPConfig(**{n: saved[n] for n in MTPConfig._fields if n in saved})
-        config = config._replace(rope_scaling=None if scaling is None else RopeScaling(*scaling))
+        saved = files.read_config(weights, "mtp", target)
+        target = seen_by(target, saved.get("vocabulary"))
+        config = config_of(lm.config, **{n: saved[n] for n in MTPConfig._fields if n in saved})
         params = files.read_params(weights, lambda shapes: files.shapes(functools.partial(module_init, config)))
     if config.width != lm.model.width:
         raise ValueError(f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target")

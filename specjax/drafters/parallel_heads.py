@@ -39,7 +39,7 @@ def parallel_heads(
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings)
+    tree = static_tree(paths, siblings, target.vocab_size)
     depth = int(tree.depths.max())
 
     def propose(noise, params, state, sequences):
@@ -108,7 +108,7 @@ def load(
     Raises:
       ValueError: no weights, weights that do not fit, or a tree that cannot be.
     """
-    saved, drawn = files.read_config(weights, "parallel_heads"), find_siblings(children)
+    saved, drawn = files.read_config(weights, "parallel_heads", lm.model), find_siblings(children)
     config = saved_config(lm, saved, weights)
 
     def like(shapes):

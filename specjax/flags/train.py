@@ -64,7 +64,7 @@ class Drafter:
     """Train a drafter for a target, and watch its tau in real decoding while it learns."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
-    """What is trained: small, blockwise, medusa, hydra, hydra++, parallel_heads or mtp."""
+    """What is trained: small, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3 or eagle3.1."""
     out: str
     """The directory of run/ and, at the end, drafter/ with card.md; run the command again to go on there."""
     corpus: str | None = None

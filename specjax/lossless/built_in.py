@@ -55,7 +55,7 @@ def built_in(
       rule: a key of RULES; None is the method's usual one.
       target: "table" or "tiny", a transformer of two layers; a method that reads layers always gets the latter.
       num_draft: K.
-      children: how specinfer, medusa and hydra draw them; None is the loader's own way, of specinfer without replacement.
+      children: how specinfer, medusa, hydra and eagle1 draw them; None is the loader's own way.
       weights: the directory of a drafter that was trained for "tiny"; untrained heads, see `save_heads`, unless given.
       sampling: of every request.
 
@@ -67,6 +67,7 @@ def built_in(
     own: dict[str, dict[str, Any]] = {
         "plain": {}, "ngram": {"min_order": 1}, "early_exit": {"layers": 1}, "small": {"model": smaller},
         "specinfer": {"models": smaller, "expansion": wide, "children": "without_replacement"}, **{name: {} for name in HEADS},
+        "eagle3": {"tree": "dynamic", "top_k": 2, "nodes": 2 * num_draft},
     }  # fmt: skip
     if method not in own:
         raise ValueError(f"no drafter of method {method!r} comes built in: use one of {', '.join(own)}, or a real model")
@@ -92,6 +93,7 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     disturbed = [x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
     about = {"medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}, "mtp": mtp.config_of(CONFIG)._asdict()}
     about |= {name: config._asdict() for name, config in EAGLES.items()}
+    about["eagle1"] |= {"tree": HEAD_TREE}  # so that a static tree, a dynamic one and a chain are looked at
     about["parallel_heads"] = layer.config_of(CONFIG)._asdict()
     files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {})})
     return directory

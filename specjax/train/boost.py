@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,9 @@ import numpy as np
 from specjax.drafters import small
 from specjax.drafters.objectives import chunked, correct
 from specjax.drafters.recipe import Batch, Recipe, forward, labels
-from specjax.train.corpus import Corpus
-from specjax.train.loop import Evaluate, Report, Settings, fit
+from specjax.train.corpus import Corpus, keep_to, write_json
+from specjax.train.digests import digest, fingerprint
+from specjax.train.loop import MATTERS, Evaluate, Report, Settings, fit
 from specjax.train.packing import batches, fill, pack
 from specjax.types import LanguageModel
 
@@ -62,7 +62,7 @@ def boost(
       models: small ones of the target's vocabulary.
       text: answers with a mask; of text without one, stretches of `length` tokens stand for documents.
       settings: of each model's run; the seed of model i is `seed + i`.
-      directory: model i has model_i/ in it, as `fit` leaves it, and left.json: what is left for those after it.
+      directory: plan.json; model i has model_i/ in it, as `fit` leaves it, and left.json: what is left for those after it.
       target: the frozen target, from which they are distilled.
       target_params: its parameters.
       length: tokens of a row.
@@ -73,10 +73,12 @@ def boost(
       progress: (number of the model, its report).
 
     Raises:
-      ValueError: no document is left for a model, or the directory was begun with other text, length or share.
+      ValueError: no document is left for a model, or the directory was begun with other text, settings, length, batch or
+        share, or for another target.
     """
     text = text if text.mask is not None else stretches(text, length)
-    of = {"documents": text.documents, "tokens": len(text.tokens), "length": length, "share": share}
+    facts = {"length": length, "batch": batch, "share": share, "settings": {name: getattr(settings, name) for name in MATTERS}}
+    keep_to(Path(directory), {**facts, "text": digest(text), "target": fingerprint(target_params)})
     kept, params, learnt_from = np.arange(text.documents), [], []
     for i, model in enumerate(models):
         if not len(kept):
@@ -90,12 +92,10 @@ def boost(
         both = dict(target=target, target_params=target_params)
         params.append(fit(how, rows, numbers, own, **both, evaluate=judges(how), progress=report))
         learnt_from.append(len(kept))
-        found = recall(own / "left.json", of)
-        if found is None:
+        if not (own / "left.json").exists():
             right, asked = agreement(model, params[-1], part, length=length, batch=batch)
-            found = kept[~said(right, asked, share)].tolist()
-            note(own / "left.json", {"of": of, "left": found})
-        kept = np.asarray(found, np.int64)
+            write_json(own / "left.json", {"left": kept[~said(right, asked, share)].tolist()})
+        kept = np.asarray(json.loads((own / "left.json").read_text("utf-8"))["left"], np.int64)
     return Boosted(tuple(params), tuple(learnt_from), len(kept))
 
 
@@ -112,7 +112,9 @@ def agreement(model: LanguageModel, params, text: Corpus, *, length: int, batch:
         return chunked(best, (forward(model, params, rows).hidden, goal)) * weights, weights
 
     table, right, asked = pack(text.starts, length), *np.zeros((2, text.documents), np.int64)
-    owners = text._replace(tokens=np.repeat(np.arange(text.documents), np.diff(text.starts)))  # documents in place of tokens
+    before = np.zeros(int(text.starts[0]), np.int64)  # of a part of a corpus, tokens that are none of it
+    owners = np.concatenate([before, np.repeat(np.arange(text.documents), np.diff(text.starts))])
+    owners = text._replace(tokens=owners)  # documents in place of tokens
     for first in range(0, len(table), batch):
         part = [*table[first : first + batch], *[[]] * batch][:batch]  # of one shape, the last with empty rows
         rows = Batch(*(jnp.asarray(np.stack(x)) for x in zip(*(fill(text, row, length) for row in part), strict=True)))
@@ -147,23 +149,3 @@ def stretches(text: Corpus, length: int) -> Corpus:
     """
     cuts = [range(begin, end, length) for begin, end in zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)]
     return text._replace(starts=np.asarray([at for cut in cuts for at in cut] + [int(text.starts[-1])], np.int64))
-
-
-def recall(path: Path, of: dict[str, Any]) -> list[int] | None:
-    """The documents that an earlier call wrote down, None if it did not come so far."""
-    if not path.exists():
-        return None
-    found = json.loads(path.read_text("utf-8"))
-    other = sorted(name for name in of if found["of"].get(name) != of[name])
-    if other:
-        raise ValueError(
-            f"{path.parent.parent} was begun with another {', '.join(other)}: choose an empty directory, or delete it"
-        )
-    return found["left"]
-
-
-def note(path: Path, facts: dict[str, Any]) -> None:
-    """Write JSON so that the file is either whole or not there."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(facts) + "\n", "utf-8")
-    scratch.replace(path)

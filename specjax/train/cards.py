@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from specjax.models.load import LM
 from specjax.train.corpus import Corpus
+from specjax.train.digests import digest
 
 if TYPE_CHECKING:
     from specjax.train.run import Split, Work
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 JUDGED = {"held_out_loss": "held-out loss", "tau_t0": "tau, greedy", "tau_t1": "tau at temperature 1"}
 ROWS = 12
 """The most lines a card's table has."""
+
+UNSAID = ("items", "shard", "counts", "vocabulary", "target", "conversations", "forbidden")
+"""What of a corpus' provenance no reader asks for: counts, and digests of what it was made from."""
 
 TESTBED = """# testbed
 
@@ -71,19 +74,9 @@ def versions() -> str:
     return ", ".join([*packages, f"Python {platform.python_version()}"])
 
 
-def digest(data: Corpus) -> str:
-    """sha256 of a corpus: its tokens, borders and mask."""
-    found, stretch = hashlib.sha256(), slice(int(data.starts[0]), int(data.starts[-1]))
-    found.update(np.asarray(data.tokens[stretch], np.uint32).tobytes())
-    found.update((data.starts - data.starts[0]).astype(np.int64).tobytes())
-    if data.mask is not None:
-        found.update(np.asarray(data.mask[stretch], bool).tobytes())
-    return found.hexdigest()
-
-
 def described(data: Corpus) -> str:
     """Where a corpus comes from, how large it is, and its digest."""
-    source = {name: x for name, x in data.provenance.items() if name not in ("items", "shard", "counts")}
+    source = {name: x for name, x in data.provenance.items() if name not in UNSAID}
     said = "; ".join(f"{name} {x}" for name, x in source.items()) or "of unknown source"
     size = f"{data.documents:,} documents, {int(data.starts[-1] - data.starts[0]):,} tokens"
     return f"{said}: {size}; sha256 of the tokens {digest(data)}".replace("|", "/")

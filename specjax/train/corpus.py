@@ -74,12 +74,11 @@ def build(
       ValueError: the directory holds a corpus, or shards, of another provenance; or nothing became tokens.
     """
     directory = Path(directory)
-    shards = directory / "shards"
-    plan = json.loads(json.dumps({**provenance, "items": count, "shard": shard}))
+    shards, plan = directory / "shards", {**provenance, "items": count, "shard": shard}
     if planned(directory / "plan.json", plan) and all((directory / name).is_file() for name in FILES):
         return read(directory)
     shards.mkdir(parents=True, exist_ok=True)
-    _replace(directory / "plan.json", lambda file: file.write(json.dumps(plan, indent=1).encode()))
+    write_json(directory / "plan.json", plan)
     for first in range(0, count, shard):
         goal, items = shards / f"{first:09d}.npz", range(first, min(first + shard, count))
         if not goal.exists():
@@ -108,7 +107,7 @@ def so_far(directory: str | Path, goal: str | Path) -> Corpus:
     plan["items"] = min(plan["items"], len(parts) * plan["shard"])
     planned(goal / "plan.json", plan)
     goal.mkdir(parents=True, exist_ok=True)
-    _replace(goal / "plan.json", lambda file: file.write(json.dumps(plan, indent=1).encode()))
+    write_json(goal / "plan.json", plan)
     _merge(goal, parts, plan)
     return read(goal)
 
@@ -128,15 +127,22 @@ def read(directory: str | Path) -> Corpus:
     )
 
 
-def planned(path: Path, plan: dict) -> bool:
-    """Whether work on this very plan has begun; ValueError if on another."""
+def planned(path: Path, plan: Mapping[str, Any], beside: Sequence[str] = ()) -> bool:
+    """Whether work on this very plan has begun, ValueError if on another; the keys `beside` in the file are none of it."""
     if not path.exists():
         return False
-    found = json.loads(path.read_text("utf-8"))
-    other = sorted(key for key in {*found, *plan} if found.get(key) != plan.get(key))
+    found, plan = json.loads(path.read_text("utf-8")), json.loads(json.dumps(plan))
+    other = sorted(key for key in {*found, *plan} - {*beside} if found.get(key) != plan.get(key))
     if other:
         raise ValueError(f"{path.parent} was begun with another {', '.join(other)}: choose an empty directory, or delete it")
     return True
+
+
+def keep_to(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Note in plan.json what is done in a directory; ValueError where it is something else."""
+    if not planned(directory / "plan.json", facts):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / "plan.json", facts)
 
 
 def _packed(items: Sequence[Item], count: int) -> dict[str, np.ndarray]:
@@ -174,7 +180,12 @@ def _merge(directory: Path, shards: Sequence[Path], plan: dict) -> None:
     reasons = {name: {str(r): int((x == r).sum()) for r in np.unique(x)} for name, x in why.items()}
     facts = {"success": len(lengths), **{name: len(x) for name, x in why.items()}, "reasons": reasons}
     facts |= {"tokens": len(tokens), "to_predict": int(mask.sum())}
-    _replace(directory / "provenance.json", lambda file: file.write(json.dumps({**plan, "counts": facts}, indent=1).encode()))
+    write_json(directory / "provenance.json", {**plan, "counts": facts})
+
+
+def write_json(goal: Path, facts: Mapping[str, Any]) -> None:
+    """Write a JSON file so that it is either whole or not there."""
+    _replace(goal, lambda file: file.write(json.dumps(facts, indent=1).encode() + b"\n"))
 
 
 def _replace(goal: Path, write: Callable[[Any], Any]) -> None:

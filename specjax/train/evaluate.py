@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode, keys, sampling
+from specjax import decode, keys, sampling, trees
 from specjax.drafters.recipe import Recipe, with_output
 from specjax.metrics import cut, statistics
 from specjax.sampling import SamplingParams
@@ -135,14 +135,16 @@ def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]
       **settings: of `decoding`: target, rule, new_tokens, temperature.
 
     Raises:
-      ValueError: the drafter's tree is another.
+      ValueError: the drafter's tree is another: a node more or less, or one that hangs elsewhere.
     """
-    if (drafter.num_nodes, drafter.chain) != (drafter.depth * ranks, ranks == 1):
-        raise ValueError(
-            f"a tree of {drafter.num_nodes} nodes is not comb({drafter.depth}, {ranks}): build the drafter with it"
-        )
+    expected = trees.from_paths(comb(drafter.depth, ranks)).parents
+    another = f"a tree of {drafter.num_nodes} nodes is not comb({drafter.depth}, {ranks}): build the drafter with it"
+    if drafter.num_nodes != len(expected):
+        raise ValueError(another)
     log = decoding(prompts, drafter=drafter, probe=_accepted_rows, **settings)(params)
-    path, accepted = (np.asarray(x)[np.asarray(log.emitted) > 0] for x in log.probed)  # [rounds, depth + 1], [rounds]
+    path, accepted, parents = (np.asarray(x)[np.asarray(log.emitted) > 0] for x in log.probed)  # each [rounds, ..]
+    if not ((parents == expected) | (parents == -2)).all():
+        raise ValueError(another)
     rates = np.zeros((drafter.depth, ranks))
     for level in range(drafter.depth):
         best = level * ranks + 1  # block row of the best candidate; those of the level follow it
@@ -153,4 +155,4 @@ def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]
 
 
 def _accepted_rows(draft, log_p, verdict) -> tuple:
-    return verdict.path, verdict.num_accepted
+    return verdict.path, verdict.num_accepted, draft.parents

@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from specjax import checkpoint
+from specjax.drafters.precision import is_matrix
 from specjax.drafters.recipe import Batch, Recipe, with_output
 from specjax.train.packing import Batches
 from specjax.types import Array, LanguageModel
@@ -32,7 +33,7 @@ class Settings(NamedTuple):
     peak: float = 1e-3  # highest learning rate
     warmup: int = 100  # steps up to it, linearly
     floor: float = 0.1  # last learning rate, as a share of the peak
-    weight_decay: float = 0.1  # of matrices; vectors have none
+    weight_decay: float = 0.1  # of matrices; vectors, biases among them, have none
     clip: float = 1.0  # largest norm of a gradient
     accumulate: int = 1  # batches an update: the same as one batch of all their rows
     seed: int = 0
@@ -41,6 +42,10 @@ class Settings(NamedTuple):
     save_seconds: float = 300.0
     keep: int = 2  # checkpoints
     compute: str = "float32"  # dtype that matrices are multiplied in, or "bfloat16"; what is trained stays float32
+
+
+MATTERS = ("steps", "peak", "warmup", "floor", "weight_decay", "clip", "accumulate", "seed", "compute")
+"""The settings that trained parameters depend on."""
 
 
 class Train(NamedTuple):
@@ -63,6 +68,24 @@ class Report(NamedTuple):
 Evaluate = Callable[[Any, Any], dict[str, float]]  # (trainable, target params) -> metrics by name
 
 
+def check(s: Settings) -> None:
+    """ValueError for settings that make no run."""
+    least = {"steps": 1, "warmup": 0, "accumulate": 1, "seed": 0, "evaluate_every": 1, "log_every": 1, "keep": 1}
+    for name, lowest in least.items():
+        if getattr(s, name) < lowest:
+            raise ValueError(f"{name} {getattr(s, name)} < {lowest}: ask for at least {lowest}")
+    if not (math.isfinite(s.peak) and s.peak > 0 and s.clip > 0 and 0 <= s.floor <= 1 and 0 <= s.weight_decay < math.inf):
+        said = f"peak {s.peak}, clip {s.clip}, floor {s.floor}, weight_decay {s.weight_decay}"
+        raise ValueError(f"{said}: ask for a finite peak and a clip above 0, a floor within 0 to 1, a weight decay from 0")
+    check_compute(s.compute)
+
+
+def check_compute(dtype: str) -> None:
+    """ValueError for a dtype that products are not computed in."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"compute {dtype!r} is not supported: train in float32 or bfloat16")
+
+
 def rates(s: Settings) -> Callable:
     """Learning rate by step: linear up to the peak at step `warmup`, cosine down to the floor at step `steps`."""
     return optax.warmup_cosine_decay_schedule(0.0, s.peak, min(s.warmup, s.steps - 1), s.steps, s.floor * s.peak)
@@ -70,9 +93,14 @@ def rates(s: Settings) -> Callable:
 
 def adamw(s: Settings) -> optax.GradientTransformation:
     """The optimizer of a run."""
-    matrices = functools.partial(jax.tree.map, lambda x: x.ndim > 1)
     update = optax.adamw(rates(s), b1=0.9, b2=0.95, weight_decay=s.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(s.clip), update)
+
+
+def matrices(params: Any) -> Any:
+    """Which leaves are matrices, as `precision.is_matrix` tells them."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(name(path), x), params)
 
 
 def lowered(params: Any, dtype: str) -> Any:
@@ -81,9 +109,9 @@ def lowered(params: Any, dtype: str) -> Any:
     Raises:
       ValueError: a dtype that is neither float32 nor bfloat16.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"compute {dtype!r} is not supported: train in float32 or bfloat16")
-    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 and x.dtype == jnp.float32 else x, params)
+    check_compute(dtype)
+    lower = lambda x, matrix: x.astype(dtype) if matrix and x.dtype == jnp.float32 else x
+    return jax.tree.map(lower, params, matrices(params))
 
 
 def train_step(
@@ -162,8 +190,9 @@ def fit(
 
     Raises:
       FloatingPointError: a loss or gradient is not finite; names the step and its rows.
-      ValueError: the checkpoint is of another recipe.
+      ValueError: settings that make no run, or the checkpoint is of another recipe.
     """
+    check(settings)
     directory = Path(directory)
     state = begin(recipe, target_params, settings, directory)
     journal = Journal(directory, settings, batches, int(state.step), progress)

@@ -7,7 +7,7 @@ a label exactly once.  Pieces of several documents may share a row; `Batch.segme
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ class Batches(NamedTuple):
     rows: Callable[[int], np.ndarray]  # (step) -> [B] numbers of these rows
     name: Callable[[int], str]  # (step) -> what a message calls them
     count: int  # rows of one epoch
+    take: Callable[[Sequence[int]], Batch] | None = None  # (numbers of rows) -> these; None where rows differ in length
 
 
 def batches(corpus: Corpus, *, length: int, batch: int, seed: int = 0) -> Batches:
@@ -41,8 +42,8 @@ def batches(corpus: Corpus, *, length: int, batch: int, seed: int = 0) -> Batche
         order = {e: np.random.default_rng([seed, e]).permutation(len(table)) for e in set((index // len(table)).tolist())}
         return np.asarray([order[i // len(table)][i % len(table)] for i in index.tolist()])
 
-    def at(step: int) -> Batch:
-        parts = [fill(corpus, table[row], length) for row in rows(step).tolist()]
+    def take(numbers: Sequence[int]) -> Batch:
+        parts = [fill(corpus, table[row], length) for row in numbers]
         return Batch(*(jnp.asarray(np.stack(x)) for x in zip(*parts, strict=True)))
 
     def name(step: int) -> str:
@@ -51,7 +52,7 @@ def batches(corpus: Corpus, *, length: int, batch: int, seed: int = 0) -> Batche
         documents = np.unique(np.searchsorted(corpus.starts, starts, "right") - 1).tolist()
         return f"rows {numbers.tolist()}, of documents {documents}"
 
-    return Batches(at, rows, name, len(table))
+    return Batches(lambda step: take(rows(step).tolist()), rows, name, len(table), take)
 
 
 def then(first: Batches, steps: int, second: Batches) -> Batches:

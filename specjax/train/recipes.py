@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from specjax.models.load import LM
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.names import unknown
 from specjax.train import joint
-from specjax.train.export import save_directory
+from specjax.train.export import describe, save_directory
 from specjax.types import LanguageModel, Params
 
 OBJECTIVES: dict[str, objectives.Objective] = {
@@ -182,6 +183,7 @@ def build(
 ) -> Recipe:  # fmt: skip
     """The recipe `name` for a target, of a draft vocabulary where one is given; ValueError where it does not fit."""
     entry = find(name)
+    check_options(options, num_draft, lm.model.vocab_size)
     make = lambda target, **own: entry.recipe(target, num_draft=num_draft, **entry.told(lm), **options, **own)
     if vocabulary is None:
         return make(lm.model)
@@ -190,6 +192,27 @@ def build(
     if entry.save is not save_heads:
         raise ValueError(f"{name} trains a model whose vocabulary head is its own: leave the draft vocabulary out")
     return within(make, lm.model, vocabulary)
+
+
+def check_options(options: Mapping[str, Any], num_draft: int, vocab_size: int) -> None:
+    """ValueError for numbers that no recipe can be built of, and for a tree that no draft could fill."""
+    for name, value in options.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"option {name}={value} < 1: ask for at least 1")
+        if isinstance(value, float) and not (0 <= value < math.inf and (value > 0 or name != "decay")):
+            raise ValueError(f"option {name}={value} is no weight: give a finite number from 0, and for decay one above 0")
+    for path in options.get("paths") or ():
+        if len(path) > num_draft or max(path, default=0) >= vocab_size:
+            fits = f"at most {num_draft} levels, the K that is trained, of ranks below {vocab_size}, the vocabulary"
+            raise ValueError(f"path {list(path)} of the tree is out of reach: give {fits}")
+
+
+def check_saving(name: str, lm: LM, options: Mapping[str, Any], dtype: str) -> None:
+    """ValueError where what a recipe trains for a target could not be written afterwards."""
+    check_dtype(name, dtype)
+    models = {save_model: lambda: reduced(lm.config, options.get("layers")), save_pair: lambda: lm.config}
+    if (config := models.get(find(name).save)) is not None:
+        describe(config(), lm.tokenizer.eos_ids, dtype)
 
 
 def check_dtype(name: str, dtype: str) -> None:
@@ -209,6 +232,7 @@ def save(
     """
     entry = find(name)
     check_dtype(name, dtype)
-    config = {"method": entry.method, "num_draft": num_draft, "target": lm.name, **entry.config(lm, options)}
+    config = {"method": entry.method, "num_draft": num_draft, "target": lm.name}
+    config |= {"vocab_size": lm.model.vocab_size, "width": lm.model.width, **entry.config(lm, options)}
     config |= {} if vocabulary is None else {"vocabulary": vocabulary}
     entry.save(directory, lm, params, options, config, dtype=dtype)

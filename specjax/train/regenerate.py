@@ -20,7 +20,7 @@ from specjax.drafters.base import LoadedDrafter
 from specjax.drafters.plain import load as plain
 from specjax.models.load import LM
 from specjax.sampling import SamplingParams
-from specjax.train import corpus
+from specjax.train import corpus, digests
 from specjax.train.chat import Conversation
 from specjax.train.corpus import Document, Item, Skipped
 from specjax.types import ERROR, LENGTH, Params
@@ -62,6 +62,10 @@ def regenerate(
       provenance: what to note beside `how`: the model's name, the prompts' source.
       progress: (conversations done, conversations).
       show: gets the first document of this call, to be looked at.
+
+    Raises:
+      ValueError: what `corpus.build` refuses: the directory was begun with another target, tokenizer or `how`, with other
+        conversations, or with other ones forbidden.
     """
     loaded = plain(lm) if drafter is None else drafter
     answer = answerer(lm, loaded, how)
@@ -77,7 +81,10 @@ def regenerate(
             shown.append(show(kept[0]))
         return found
 
-    facts = {"answers": how._asdict(), "drafter": loaded.card.method, **(provenance or {})}
+    asked = digests.of_json([[item.messages, item.tokens, item.mask] for item in conversations])
+    facts = {"answers": how._asdict(), "drafter": loaded.card.method, "conversations": asked}
+    facts |= {"forbidden": digests.of_json(sorted(barred)), "vocabulary": digests.vocabulary(lm.tokenizer)}
+    facts |= {"target": digests.fingerprint(lm.params, lm.config), **(provenance or {})}
     return corpus.build(directory, len(conversations), make, provenance=facts, shard=how.batch, progress=progress)
 
 

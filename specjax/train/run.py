@@ -14,22 +14,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.drafters import METHODS
 from specjax.drafters.recipe import Recipe
+from specjax.drafters.siblings import SIBLINGS
 from specjax.drafters.vocabulary import Ids, frequent
 from specjax.models.load import LM
 from specjax.train import corpus, recipes
-from specjax.train.cards import digest, drafter_card
+from specjax.train.cards import drafter_card
+from specjax.train.checks import check, check_labels, check_target, check_vocabulary
+from specjax.train.corpus import keep_to, planned
+from specjax.train.digests import digest, fingerprint
 from specjax.train.evaluate import acceptance, held_out
 from specjax.train.features import cached
-from specjax.train.loop import Evaluate, Report, Settings, fit
+from specjax.train.loop import MATTERS, Evaluate, Report, Settings, fit
 from specjax.train.packing import batches
 from specjax.train.self_check import self_check
 from specjax.types import Rule
 from specjax.verify import RULES
 
 PROMPT_TOKENS = 128
-MATTERS = ("steps", "peak", "warmup", "floor", "weight_decay", "clip", "accumulate", "seed", "compute")
 
 
 class Work(NamedTuple):
@@ -69,17 +71,6 @@ def smoke(work: Work) -> Work:
     return work._replace(settings=settings, length=64, batch=2, prompts=2, new_tokens=8)
 
 
-def check(work: Work) -> None:
-    """ValueError for numbers that make no run, before anything is loaded."""
-    recipes.check_dtype(work.recipe, work.dtype)
-    least = {"num_draft": (work.num_draft, 1), "steps": (work.settings.steps, 1), "length": (work.length, 2)}
-    least |= {name: (getattr(work, name), 1) for name in ("batch", "prompts", "new_tokens")}
-    least |= {"draft_vocabulary": (1 if work.draft_vocabulary is None else work.draft_vocabulary, 1)}
-    for name, (value, lowest) in least.items():
-        if value < lowest:
-            raise ValueError(f"{name} {value} < {lowest}: ask for at least {lowest}")
-
-
 def train(
     lm: LM,
     work: Work,
@@ -108,20 +99,25 @@ def train(
       FloatingPointError: a loss is not finite.
     """
     check(work)
+    check_target(lm, work)
+    check_labels(work, data)
     check_vocabulary(lm, data)
-    directory = Path(directory)
+    directory, facts = Path(directory), plan(lm, work, data)
+    planned(directory / "run" / "plan.json", facts)
     ids, share = drafted_ids(lm, work, data.train)
     recipe = recipes.build(work.recipe, lm, num_draft=work.num_draft, options=work.options, vocabulary=ids)
-    keep_to(directory / "run", plan(lm, work, data))
+    jax.eval_shape(recipe.init, jax.random.key(0), lm.params)  # parts that do not fit together are found now
     rows = batches(data.train, length=work.length, batch=work.batch, seed=work.settings.seed)
+    judging, looked_at = judges(recipe, lm, work, data.held_out), stretches_of(data.held_out, 4, 32)
     if features is not None:
-        rows = cached(features, rows, lm.model, lm.params, features=recipe.features)
+        rows = cached(features, rows, lm.model, lm.params, config=lm.config, features=recipe.features)
+    keep_to(directory / "run", facts)  # last: where a run is refused nothing was begun
     params = fit(
-        recipe, rows, work.settings, directory / "run", target=lm.model, target_params=lm.params,
-        evaluate=judges(recipe, lm, work, data.held_out), progress=progress,
+        recipe, rows, work.settings, directory / "run", target=lm.model, target_params=lm.params, evaluate=judging,
+        progress=progress,
     )  # fmt: skip
     if recipe.drafter is not None:
-        self_check(recipe, params, lm.params, prompts_of(data.held_out, 4, 32), target=lm.model, rule=rule_of(recipe, work))
+        self_check(recipe, params, lm.params, looked_at, target=lm.model, rule=rule_of(recipe))
     goal = directory / "drafter"
     how: dict[str, Any] = dict(num_draft=work.num_draft, options=work.options, dtype=work.dtype, vocabulary=ids)
     recipes.save(goal, work.recipe, lm, recipe.assemble(params, lm.params), **how)
@@ -138,6 +134,10 @@ def drafted_ids(lm: LM, work: Work, data: corpus.Corpus) -> tuple[Ids | None, fl
     """The draft vocabulary that was asked for, and the share of the tokens to predict that it covers."""
     if work.draft_vocabulary is None:
         return None, 1.0
+    if work.draft_vocabulary > lm.model.vocab_size:
+        raise ValueError(
+            f"draft_vocabulary {work.draft_vocabulary} > {lm.model.vocab_size}, the target's: ask for fewer tokens"
+        )
     stretch = slice(int(data.starts[0]), int(data.starts[-1]))
     tokens = data.tokens[stretch] if data.mask is None else data.tokens[stretch][data.mask[stretch]]
     return frequent(tokens, work.draft_vocabulary, lm.model.vocab_size)
@@ -150,16 +150,14 @@ def judges(recipe: Recipe, lm: LM, work: Work, held: corpus.Corpus) -> list[Eval
         return found
     longest = lm.model.max_length - work.new_tokens
     prompts = prompts_of(held, work.prompts, min(PROMPT_TOKENS, longest))
-    ask: dict[str, Any] = dict(
-        target=lm.model, rule=rule_of(recipe, work), new_tokens=work.new_tokens, eos_ids=lm.tokenizer.eos_ids
-    )
+    ask: dict[str, Any] = dict(target=lm.model, rule=rule_of(recipe), new_tokens=work.new_tokens, eos_ids=lm.tokenizer.eos_ids)
     return [*found, *(acceptance(recipe, prompts, temperature=t, **ask) for t in (0.0, 1.0))]
 
 
-def rule_of(recipe: Recipe, work: Work) -> Rule:
+def rule_of(recipe: Recipe) -> Rule:
     """What its drafts are verified with while it is judged."""
-    chain = recipe.drafter is not None and recipe.drafter.chain
-    return RULES["rejection" if chain else METHODS[recipes.find(work.recipe).method].rule]
+    drafter = recipe.drafter
+    return RULES["rejection" if drafter is None or drafter.chain else SIBLINGS[drafter.children].rule]
 
 
 def read_split(path: str | Path) -> Split:
@@ -201,13 +199,24 @@ def prompts_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]]:
     return kept
 
 
-def check_vocabulary(lm: LM, data: Split) -> None:
-    """ValueError where ids are none of the target's."""
-    largest = max(int(part.tokens[part.starts[0] : part.starts[-1]].max()) for part in data)
-    if largest >= lm.model.vocab_size:
-        raise ValueError(
-            f"the corpus holds token {largest}, the target has {lm.model.vocab_size}: it was made with another tokenizer"
-        )
+def stretches_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]]:
+    """Held-out text of 2 to `length` tokens that `self_check` drafts from, the same every time.
+
+    The end of what stands before a document's first answer, and where that is shorter, or it is plain text, of the document.
+
+    Raises:
+      ValueError: no document has 2 tokens.
+    """
+    found: list[list[int]] = []
+    for n in np.random.default_rng(0).permutation(held.documents).tolist():
+        begin, end = int(held.starts[n]), int(held.starts[n + 1])
+        before = 0 if held.mask is None or end == begin else int(held.mask[begin:end].argmax())
+        stop = begin + before if before >= 2 else end
+        if stop - begin >= 2 and len(found) < count:
+            found.append(held.tokens[max(begin, stop - length) : stop].tolist())
+    if not found:
+        raise ValueError(f"no document of {held.documents} held-out ones has 2 tokens: hold out longer ones")
+    return found
 
 
 def plan(lm: LM, work: Work, data: Split) -> dict:
@@ -215,12 +224,5 @@ def plan(lm: LM, work: Work, data: Split) -> dict:
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     facts = {**work._asdict(), "options": options, "settings": {n: getattr(work.settings, n) for n in MATTERS}}
     del facts["dtype"]  # the same run may be written in several
-    return {**facts, "target": [lm.name, str(lm.config)], "train": digest(data.train), "held_out": digest(data.held_out)}
-
-
-def keep_to(directory: Path, facts: dict[str, Any]) -> None:
-    """Note what is done in a directory; ValueError where it is something else."""
-    facts = json.loads(json.dumps(facts))
-    if not corpus.planned(directory / "plan.json", facts):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "plan.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    target = [lm.name, str(lm.config), fingerprint(lm.params, lm.config)]
+    return {**facts, "target": target, "train": digest(data.train), "held_out": digest(data.held_out)}

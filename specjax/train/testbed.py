@@ -22,6 +22,7 @@ from specjax.drafters import files, mtp
 from specjax.drafters.recipe import Recipe
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.train import cards, corpus, stdlib
+from specjax.train.digests import vocabulary
 from specjax.train.evaluate import acceptance, held_out
 from specjax.train.export import save_directory
 from specjax.train.joint import DRAFTER, joint_mtp
@@ -106,7 +107,8 @@ def export(
     full, shipped = (judges(bed, alone())[0](own, ()) for own in (params, rounded))
     save_directory(goal, CONFIG, params, bed.tokenizer, dtype=dtype)
     if recipe.drafter is not None:
-        about = {"method": "mtp", "num_draft": recipe.drafter.depth, **mtp.config_of(CONFIG)._asdict()}
+        about = {"method": "mtp", "num_draft": recipe.drafter.depth, "vocab_size": CONFIG.vocab_size}
+        about |= mtp.config_of(CONFIG)._asdict()
         files.save(goal / DRAFTER, recipe.assemble(state.params, ()).drafter, about, dtype=jnp.dtype(dtype))
     train, held, step = bed.train.provenance, bed.held_out.provenance, int(state.step)
     held_bytes = len(bed.tokenizer.decode(bed.held_out.tokens.tolist()).encode())
@@ -149,9 +151,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = CONFIG.vocab_size) -
 def tokenize(
     directory: Path, documents: Sequence[stdlib.Source], tokenizer: text.Tokenizer, progress: corpus.Progress
 ) -> corpus.Corpus:  # fmt: skip
-    """Each module and the token that ends it."""
+    """Each module and the token that ends it; ValueError where the directory holds another tokenizer's."""
 
     def make(numbers: range) -> list[corpus.Item]:
         return [corpus.Document([*tokenizer.encode(documents[i].text), tokenizer.eos_ids[0]]) for i in numbers]
 
-    return corpus.build(directory, len(documents), make, provenance=stdlib.provenance(list(documents)), progress=progress)
+    facts = {**stdlib.provenance(list(documents)), "vocabulary": vocabulary(tokenizer)}
+    return corpus.build(directory, len(documents), make, provenance=facts, progress=progress)

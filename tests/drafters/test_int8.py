@@ -49,6 +49,15 @@ def test_round_trip(dtype, tmp_path):
     assert files.read_params(tmp_path, like, dtype=jnp.bfloat16)["one"].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_the_bytes(dtype, tmp_path):
+    """The same leaves that 8 bits are for: a stacked bias is a vector."""
+    files.save(tmp_path, {**TREE, "one": np.tanh(TREE["one"]), "up_bias": TREE["bias"] / 3}, CONFIG, dtype=jnp.dtype(dtype))
+    disk = files.read_tensors(tmp_path / files.WEIGHTS)
+    assert {n for n, x in disk.items() if x.dtype == dtype} == {"one", "stacked"}
+    np.testing.assert_array_equal(disk["up_bias"], TREE["bias"] / 3)
+
+
 def test_a_quarter_of_the_bytes(tmp_path):
     wide = {"kernel": RNG.normal(size=(256, 512)).astype(np.float32)}
     sizes = []
@@ -91,6 +100,9 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     for value in (np.nan, np.inf):
         with pytest.raises(ValueError, match="one holds NaN or inf"):
             files.save(tmp_path, {"one": np.full((2, 2), value, np.float32)}, CONFIG, dtype=jnp.int8)
+    for dtype, value in (("float16", 7e4), ("float16", np.nan), ("bfloat16", np.inf)):
+        with pytest.raises(ValueError, match=f"one holds NaN or what {dtype} cannot"):
+            files.save(tmp_path, {"one": np.full((2, 2), value, np.float32)}, CONFIG, dtype=jnp.dtype(dtype))
     assert not list(tmp_path.iterdir())
 
 

@@ -70,5 +70,5 @@ def test_options(tmp_path):
     chain, tree = load(children="iid"), load(tree=str(tmp_path / "tree.json"))
     assert load().rule == chain.rule == "rejection" and load().drafter.children == "point"
     assert tree.rule == "target_match" and tree.drafter.num_nodes == 5 and not tree.drafter.chain
-    with pytest.raises(ValueError, match="a layer of width 16 != target 24: train one for this target"):
+    with pytest.raises(ValueError, match="made for a target of width 16 != 24: train one for this target"):
         load(LM(h.TARGET._replace(width=24), {}, None, None))

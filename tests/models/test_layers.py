@@ -7,7 +7,7 @@ import pytest
 
 from specjax import trees
 from specjax.cache import rewind
-from specjax.models.layers import Segment, attend, committed, rope, rope_frequencies, visible
+from specjax.models.layers import Columns, Segment, attend, committed, rope, rope_frequencies, visible
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import KVCache
 
@@ -223,3 +223,16 @@ def test_rope_turns_by_position_only():
     assert dot(3, 7) == pytest.approx(dot(103, 107), abs=1e-4) and dot(3, 7) != pytest.approx(dot(3, 8), abs=1e-3)
     close(jnp.linalg.norm(rope(x, jnp.array([[5, 900]]), frequency), axis=-1), jnp.linalg.norm(x, axis=-1))
     np.testing.assert_allclose(frequency, [1, 0.1, 0.01, 0.001], rtol=1e-5)
+
+
+def test_columns_are_keys_that_one_query_alone_sees():
+    """Like a segment of T x J keys of which each query sees its own J."""
+    rng, (b, t, g, r, d, j, s) = np.random.default_rng(0), (2, 4, 2, 3, 8, 2, 5)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q, first = normal(b, t, g, r, d), Segment(normal(b, g, d, s), normal(b, g, s, d), jnp.asarray(rng.random((b, t, s)) < 0.5))
+    columns = Columns(normal(b, t, g, j, d), normal(b, t, g, j, d))
+    k, v = (x.transpose(0, 2, 1, 3, 4).reshape(b, g, t * j, d) for x in columns)
+    own = jnp.broadcast_to(jnp.repeat(jnp.eye(t, dtype=bool), j, 1)[None], (b, t, t * j))
+    expected = attend(q, (first, Segment(jnp.swapaxes(k, 2, 3), v, own)), 0.3)
+    close(attend(q, (first,), 0.3, columns), expected)
+    assert np.abs(expected - attend(q, (first,), 0.3)).max() > 0.1

@@ -83,8 +83,8 @@ def test_selection_by_hand(tmp_path):
 
 def run(text, directory, **settings):
     return boost.boost(
-        (h.SMALL, h.SMALL), text, SETTINGS, directory, target=h.TARGET, target_params=h.target_params(), length=24, batch=4,
-        **{"share": SHARE, **settings},
+        (h.SMALL, h.SMALL), text, directory=directory, target=h.TARGET, length=24, batch=4,
+        **{"settings": SETTINGS, "target_params": h.target_params(), "share": SHARE, **settings},
     )  # fmt: skip
 
 
@@ -140,6 +140,30 @@ def test_another_beginning_is_refused(whole):
     text, directory, _ = whole
     with pytest.raises(ValueError, match="was begun with another share: choose an empty directory"):
         run(text, directory / "whole", share=0.75)
+
+
+def test_other_text_of_the_same_size_is_refused(whole):
+    """One token; the target; the seed: by digest, before a model is trained."""
+    text, directory, _ = whole
+    tokens = np.array(text.tokens)
+    tokens[1] += 1
+    with pytest.raises(ValueError, match="was begun with another text: choose an empty directory"):
+        run(text._replace(tokens=tokens), directory / "whole")
+    with pytest.raises(ValueError, match="was begun with another target"):
+        run(text, directory / "whole", target_params=jax.tree.map(lambda x: 2 * x, h.target_params()))
+    with pytest.raises(ValueError, match="was begun with another settings"):
+        run(text, directory / "whole", settings=SETTINGS._replace(seed=1))
+
+
+def test_a_part_of_a_corpus(whole):
+    """Counts are its own documents', though its tokens begin further on."""
+    text, how = whole[0], dict(length=24, batch=4)
+    all_of_it, part = (
+        boost.agreement(h.SMALL, h.small_params(), some, **how) for some in (text, text._replace(starts=text.starts[5:]))
+    )
+    for a, b in zip(all_of_it, part, strict=True):
+        np.testing.assert_array_equal(a[5:], b)
+    assert part[1].all() and (all_of_it[0][5:] != all_of_it[0][:-5]).any()
 
 
 def test_nothing_left(whole, tmp_path):

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 import tiny_model
+import tokenizers
 
-from specjax import decode
+from specjax import decode, text
 from specjax.drafters.ngram import load as ngram
 from specjax.models.load import load
 from specjax.train import chat
@@ -168,6 +169,27 @@ def test_killed_and_resumed_answers(lm, regenerated, tmp_path):
     for a, b in zip(again[:3], regenerated[:3], strict=True):
         assert np.array_equal(a, b)
     assert again.provenance == regenerated.provenance
+
+
+def test_answers_of_something_else_are_refused(lm, regenerated):
+    """What is forbidden is part of the plan, as are the conversations, the tokenizer and every bit of the target."""
+    directory = Path(regenerated.tokens.filename).parent
+    again = lambda rows=ROWS, target=lm, how=HOW, forbidden=("forbidden w8",): regenerate(
+        directory, rows, target, how, forbidden=forbidden
+    )
+    assert np.array_equal(again(forbidden=["Forbidden   W8"]).tokens, regenerated.tokens)  # the same, as it is compared
+    renamed = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{60 - i}": i for i in range(61)}, unk_token="w0"))
+    renamed.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    other = text.from_tokenizers(renamed, eos_ids=lm.tokenizer.eos_ids, chat_template=lm.tokenizer.chat_template)
+    half = lm._replace(params=jax.tree.map(lambda x: x.astype("bfloat16"), lm.params))
+    for changed, name in (
+        (dict(forbidden=["forbidden w8", "w10 w11"]), "forbidden"),
+        (dict(rows=[*ROWS[:-1], ROWS[0]]), "conversations"),
+        (dict(target=half), "target"),
+        (dict(target=lm._replace(tokenizer=other)), "vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=f"was begun with another {name}: choose an empty directory"):
+            again(**changed)
 
 
 def test_a_drafter_changes_no_greedy_answer(lm, tmp_path):

@@ -98,6 +98,23 @@ def test_a_kill_while_writing_leaves_no_half_shard(tmp_path, monkeypatch):
     assert list((tmp_path / "shards").iterdir()) == []
 
 
+def test_a_plan_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Killed before it is renamed: nothing is left that a later run could take for a plan."""
+
+    def kill(*paths):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", kill)
+        with pytest.raises(KeyboardInterrupt):
+            corpus.keep_to(tmp_path / "run", {"seed": 1})
+    assert list((tmp_path / "run").iterdir()) == []
+    corpus.keep_to(tmp_path / "run", {"seed": (1, 2)})
+    corpus.keep_to(tmp_path / "run", {"seed": [1, 2]})
+    with pytest.raises(ValueError, match="was begun with another seed"):
+        corpus.keep_to(tmp_path / "run", {"seed": [2, 1]})
+
+
 def test_another_plan_is_refused(tmp_path):
     whole(tmp_path)
     assert whole(tmp_path).documents == whole(tmp_path).documents  # finished: nothing is done again

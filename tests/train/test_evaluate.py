@@ -61,3 +61,6 @@ def test_one_candidate_is_a_chain():
 def test_another_tree_is_refused():
     with pytest.raises(ValueError, match=r"8 nodes is not comb\(3, 2\)"):
         rates(3, 2, medusa(h.TARGET, paths=h.HEAD_TREE))
+    binary = ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+    with pytest.raises(ValueError, match=r"6 nodes is not comb\(2, 3\)"):  # as many nodes, which hang elsewhere
+        rates(2, 3, medusa(h.TARGET, paths=binary))

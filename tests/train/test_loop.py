@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PROMPTS, SMALL, TARGET, V, small_params, target_params
+from helpers import CONFIG, PROMPTS, SMALL, TARGET, V, small_params, target_params
 
 from specjax import checkpoint
 from specjax.drafters.objectives import chunked, kl, mean
@@ -20,7 +20,7 @@ from specjax.train.export import save_directory
 from specjax.train.features import cached, estimate
 from specjax.train.loop import Settings, begin, fit, rates, train_step
 from specjax.train.loop import adamw as optimizer_of
-from specjax.train.packing import batches
+from specjax.train.packing import batches, then
 from specjax.train.target import target_recipe
 from specjax.types import Params
 from specjax.verify import RULES
@@ -245,24 +245,82 @@ def test_features_on_disk_are_those_of_the_pass(rows, tmp_path, monkeypatch):
     arguments = dict(features=(0, 1), dtype=np.float32)
 
     def kill(done, total):
-        if done == 2:
+        if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         cached(tmp_path, rows, TARGET, target_params(), progress=kill, **arguments)
     done = []
     found = cached(tmp_path, rows, TARGET, target_params(), progress=lambda n, total: done.append(n), **arguments)
-    assert done[0] == 3
+    assert done[:2] == [6, 8]  # rows, two a chunk: 4 were there
     output = found.at(7).output
     np.testing.assert_allclose(output.hidden, live.hidden, atol=1e-5)
     np.testing.assert_allclose(output.features, live.features, atol=1e-5)
     bytes_of_arrays = sum((tmp_path / f"{n}.npy").stat().st_size for n in ("hidden", "features"))
     assert abs(bytes_of_arrays - estimate(rows, 12, TARGET.width, 2, np.float32)) < 1000
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match="was begun with another layers, shapes"):
         cached(tmp_path, rows, TARGET, target_params(), features=(0,), dtype=np.float32)
     monkeypatch.setattr("shutil.disk_usage", lambda path: (0, 0, 10))
     with pytest.raises(OSError, match="GB"):
         cached(tmp_path / "full", rows, TARGET, target_params())
+
+
+def test_features_of_another_seed_and_batch(text, rows, tmp_path):
+    """Begun by a run that was killed, finished by one that takes other rows first: no row is left out."""
+
+    def kill(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(tmp_path, rows, TARGET, target_params(), progress=kill, dtype=np.float32)
+    other = batches(text, length=12, batch=3, seed=5)
+    found = cached(tmp_path, other, TARGET, target_params(), dtype=np.float32)
+    again = cached(tmp_path, rows, TARGET, target_params(), dtype=np.float32)
+    whole = jax.jit(lambda batch: with_output(batch, TARGET, target_params()).output.hidden)
+    for kept, live in ((found, other), (again, rows)):
+        for step in range(-(-live.count // len(live.rows(0)))):
+            np.testing.assert_allclose(kept.at(step).output.hidden, whole(live.at(step)), atol=1e-5)
+
+
+def test_features_of_something_else_are_refused(text, rows, tmp_path):
+    """Other tokens, other borders, other parameters, another config: each of the very same shapes."""
+    cached(tmp_path, rows, TARGET, target_params(), config=CONFIG)
+    tokens, starts = np.array(text.tokens), np.array(text.starts)
+    tokens[3] += 1
+    starts[np.argmax(np.diff(starts) > 3) + 1] -= 1
+    tuned = {**target_params(), "norm": jax.tree.map(lambda x: x * 1.01, target_params()["norm"])}
+    others = (
+        batches(text._replace(tokens=tokens), length=12, batch=2),
+        batches(text._replace(starts=starts), length=12, batch=2),
+    )
+    assert {other.count for other in others} == {rows.count}
+    for changed, params, config, message in (
+        (others[0], target_params(), CONFIG, "rows"),
+        (others[1], target_params(), CONFIG, "rows"),
+        (rows, tuned, CONFIG, "target"),
+        (rows, target_params(), CONFIG._replace(rope_theta=1e6), "target"),
+    ):
+        with pytest.raises(ValueError, match=f"was begun with another {message}: choose an empty directory"):
+            cached(tmp_path, changed, TARGET, params, config=config)
+    with pytest.raises(ValueError, match="rows of several lengths"):
+        cached(tmp_path, then(rows, 2, others[0]), TARGET, target_params())
+
+
+def test_settings_that_make_no_run(rows, tmp_path):
+    for name, value in (("seed", -1), ("log_every", 0), ("keep", 0), ("accumulate", 0), ("floor", 2.0), ("peak", float("inf"))):
+        with pytest.raises(ValueError, match=name):
+            fit(distil(), rows, SETTINGS._replace(**{name: value}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_weight_decay_is_for_matrices():
+    """A stacked bias is a vector: at zero gradient it stays as it is."""
+    optimizer = optimizer_of(SETTINGS._replace(warmup=0))
+    params = {"head": {"kernel": jnp.ones((2, 3, 3)), "bias": jnp.ones((2, 3)), "up_bias": jnp.ones((2, 3))}, "v": jnp.ones(3)}
+    with jax.numpy_dtype_promotion("standard"):
+        found, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    still = jax.tree.map(lambda x: not x.any(), found)
+    assert still == {"head": {"kernel": False, "bias": True, "up_bias": True}, "v": True}
 
 
 def test_tau_is_that_of_decoding():

@@ -66,10 +66,16 @@ def test_what_is_kept_is_float32_and_resumed_bit_for_bit(tmp_path):
 
 
 def test_what_is_lowered():
-    """float32 matrices alone: vectors, ids and what was stored in fewer bits stay as they are."""
-    tree = {"m": jnp.ones((2, 2)), "v": jnp.ones(2), "i": jnp.ones((2, 2), jnp.int32), "h": jnp.ones((2, 2), jnp.float16)}
+    """float32 matrices alone: vectors, stacked ones too, ids and what was stored in fewer bits stay as they are."""
+    tree = {
+        "m": jnp.ones((2, 2)),
+        "v": jnp.ones(2),
+        "up_bias": jnp.ones((2, 2)),
+        "i": jnp.ones((2, 2), jnp.int32),
+        "h": jnp.ones((2, 2), jnp.float16),
+    }
     kinds = {name: str(x.dtype) for name, x in lowered(tree, "bfloat16").items()}
-    assert kinds == {"m": "bfloat16", "v": "float32", "i": "int32", "h": "float16"}
+    assert kinds == {"m": "bfloat16", "v": "float32", "up_bias": "float32", "i": "int32", "h": "float16"}
     assert jax.tree.map(lambda x: x.dtype, lowered(tree, "float32")) == jax.tree.map(lambda x: x.dtype, tree)
     with pytest.raises(ValueError, match="compute 'float16' is not supported: train in float32 or bfloat16"):
         lowered(tree, "float16")

@@ -9,8 +9,9 @@ import tiny_model
 
 from specjax import load, load_drafter
 from specjax.drafters import objectives
-from specjax.train import corpus, recipes, run
-from specjax.train.loop import Settings
+from specjax.train import checks, corpus, recipes, run
+from specjax.train.digests import vocabulary
+from specjax.train.loop import Settings, matrices
 
 WORK = run.smoke(run.Work("medusa", 2, Settings(100, peak=1e-2), {"layers": 2}))
 
@@ -51,7 +52,7 @@ def test_what_is_saved_loads(name, lm, tmp_path):
     target = load(saved) if pair else lm
     where = {"model" if whole else "weights": str(saved / "drafter" if pair else saved)}
     loaded = load_drafter(entry.method, target, num_draft=2, **where)
-    rounded = lambda tree, every: jax.tree.map(lambda x: x.astype(np.float16) if x.ndim > 1 or every else x, tree)
+    rounded = lambda tree, every: jax.tree.map(lambda x, m: x.astype(np.float16) if m or every else x, tree, matrices(tree))
     assert equal(loaded.params, rounded(both.drafter, whole))
     assert equal(target.params, rounded(both.target, True) if pair else lm.params)
     assert (loaded.drafter.num_nodes, loaded.drafter.depth) == (recipe.drafter.num_nodes, recipe.drafter.depth)
@@ -97,9 +98,31 @@ def test_a_run(lm, data, tmp_path):
     assert min(seconds) > 0 and done.hours == sum(seconds) / 3600
     more = run.train(lm, WORK._replace(dtype="int8"), data, tmp_path, progress=reports.append)
     assert reports[-1].step == 4 and len(reports) == 5 and equal(more.params, done.params) and more.metrics == done.metrics
-    assert json.loads((done.directory / "config.json").read_text())["method"] == "medusa"
+    about = json.loads((done.directory / "config.json").read_text())
+    assert (about["method"], about["vocab_size"], about["width"]) == ("medusa", 61, lm.model.width)
     with pytest.raises(ValueError, match="was begun with another options, settings: choose an empty directory"):
         run.train(lm, WORK._replace(options={}, settings=WORK.settings._replace(peak=1.0)), data, tmp_path)
+
+
+SETTINGS = [
+    ("steps", 0, "steps 0 < 1"),
+    ("seed", -1, "seed -1 < 0"),
+    ("evaluate_every", 0, "evaluate_every 0 < 1"),
+    ("peak", float("nan"), "ask for a finite peak"),
+    ("peak", 0.0, "ask for a finite peak"),
+    ("clip", 0.0, "a clip above 0"),
+    ("compute", "float16", "compute 'float16' is not supported"),
+]
+OPTIONS_OF_NONE = [
+    ("medusa", {"layers": 0}, "option layers=0 < 1"),
+    ("blockwise", {"hidden": -5}, "option hidden=-5 < 1"),
+    ("mtp", {"steps": 0}, "option steps=0 < 1"),
+    ("medusa_2", {"rank": 0}, "option rank=0 < 1"),
+    ("medusa", {"decay": float("nan")}, "option decay=nan is no weight"),
+    ("medusa", {"decay": 0.0}, "option decay=0.0 is no weight"),
+    ("medusa", {"paths": ((0,), (0, 0), (0, 0, 0))}, r"path \[0, 0, 0\] of the tree is out of reach: give at most 2 levels"),
+    ("hydra", {"paths": ((0,), (61,))}, r"path \[61\] .* ranks below 61"),
+]
 
 
 def test_what_makes_no_run(lm, data, tmp_path):
@@ -107,15 +130,78 @@ def test_what_makes_no_run(lm, data, tmp_path):
         (WORK._replace(recipe="medusas"), "no recipe 'medusas'"),
         (WORK._replace(dtype="float8"), "dtype 'float8' is not one"),
         (WORK._replace(num_draft=0), "num_draft 0 < 1"),
-        (WORK._replace(settings=WORK.settings._replace(steps=0)), "steps 0 < 1"),
-        (WORK._replace(length=1), "length 1 < 2"),
+        (WORK._replace(length=3), "length 3 < 4"),  # 2 heads: labels stand up to 3 tokens ahead
+        (WORK._replace(length=513), "length 513 > 512, the target's context"),
+        (WORK._replace(new_tokens=512), "new_tokens 512 leave no room for a prompt in a context of 512"),
+        (WORK._replace(draft_vocabulary=62), "draft_vocabulary 62 > 61"),
+        *((WORK._replace(settings=WORK.settings._replace(**{name: value})), message) for name, value, message in SETTINGS),
+        *((WORK._replace(recipe=name, options=options), message) for name, options, message in OPTIONS_OF_NONE),
+        (WORK._replace(options={"own_head": True}, draft_vocabulary=9), "takes no draft vocabulary"),
     ):
         with pytest.raises(ValueError, match=message):
             run.train(lm, work, data, tmp_path / "none")
+    windowed = lm._replace(config=lm.config._replace(window=8, sliding=(True, False)))
+    for name in ("small", "medusa_2"):
+        with pytest.raises(ValueError, match="a config.json of llama cannot say all"):
+            run.train(windowed, WORK._replace(recipe=name, options={}), data, tmp_path / "none")
     other = data._replace(train=data.train._replace(tokens=data.train.tokens + 40))
     with pytest.raises(ValueError, match="holds token 100, the target has 61: it was made with another tokenizer"):
         run.train(lm, WORK, other, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_another_target_is_refused(lm, data, tmp_path):
+    """Of the same name and config: other weights, or the same in fewer bits; and before anything is begun again."""
+    run.keep_to(tmp_path / "run", run.plan(lm, WORK, data))
+    half = lambda x: x.astype("bfloat16")
+    tuned = {**lm.params, "norm": jax.tree.map(lambda x: x * 1.01, lm.params["norm"])}
+    for params in (tuned, jax.tree.map(half, lm.params)):
+        with pytest.raises(ValueError, match="was begun with another target: choose an empty directory"):
+            run.train(lm._replace(params=params), WORK, data, tmp_path, features=tmp_path / "states")
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "plan.json"]
+
+
+def masked(length, *ones):
+    """A part of 3 documents of some length, of which the tokens `ones` are to be predicted."""
+    starts, mask = np.arange(4) * length, np.zeros(3 * length, bool)
+    for one in ones:
+        mask[starts[:-1] + one] = True
+    return corpus.Corpus(np.arange(3 * length, dtype=np.uint16) % 50 + 5, starts, mask, {})
+
+
+def test_data_without_labels_is_refused(lm, data, tmp_path):
+    """Nothing to predict at all, or nothing that a head could: the token after a first one is the target's own to say."""
+    for part in (masked(8), masked(8, 0), masked(8, 0, 1), masked(1, 0), masked(2, 1)._replace(mask=None)):
+        for split in (data._replace(train=part), data._replace(held_out=part)):
+            with pytest.raises(ValueError, match="tokens is one for medusa to predict: look at the mask"):
+                run.train(lm, WORK, split, tmp_path / "none")
+    checks.check_labels(WORK._replace(recipe="small"), data._replace(train=masked(8, 1)))
+    checks.check_labels(WORK, data._replace(train=masked(8, 2)))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_tokenizer_of_the_same_size_is_another(lm, data, tmp_path):
+    """Told by the corpus; one that does not say is judged by its ids."""
+    said = lambda name: data._replace(train=data.train._replace(provenance={"vocabulary": name}))
+    checks.check_vocabulary(lm, said(vocabulary(lm.tokenizer)))
+    checks.check_vocabulary(lm, data)
+    with pytest.raises(ValueError, match="made with a tokenizer whose ids are not the target's"):
+        run.train(lm, WORK, said("0" * 64), tmp_path / "none")
+
+
+def test_what_the_self_check_drafts_from():
+    """Never less than 2 tokens: the end of a prompt, or of the document where its prompt is shorter."""
+    tokens, starts = np.arange(30), np.asarray([0, 10, 20, 21, 30])  # of 10, 10, 1 and 9 tokens
+    mask = np.zeros(30, bool)
+    mask[[6, 11, 20, 21]] = True  # prompts of 6, 1, 0 and 0 tokens
+    for seen, found in (
+        (mask, {(3, 4, 5), (17, 18, 19), (27, 28, 29)}),
+        (None, {(7, 8, 9), (17, 18, 19), (27, 28, 29)}),
+    ):
+        assert {tuple(x) for x in run.stretches_of(corpus.Corpus(tokens, starts, seen, {}), 4, 3)} == found
+    assert len(run.stretches_of(corpus.Corpus(tokens, starts, mask, {}), 2, 3)) == 2
+    with pytest.raises(ValueError, match="no document of 1 held-out ones has 2 tokens"):
+        run.stretches_of(corpus.Corpus(tokens, starts[2:4], mask, {}), 4, 3)
 
 
 def test_held_out_documents(data, tmp_path):

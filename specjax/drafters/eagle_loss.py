@@ -1,0 +1,105 @@
+"""Training-time test: J steps of the recursion on whole rows, and what they learn by (EAGLE-3, arXiv 2503.01840).
+
+Step j at position t is what drafting does after t + 1 committed tokens: it is fed with what step j - 1 gave at t, and sees the
+true entries 0..t and its own j before it.  The keys of step 0 serve all steps; each later step adds one column of scores, for
+what it made at t only the steps at t may see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters import objectives
+from specjax.drafters.eagle_head import EagleConfig, empty_cache, features_of, fuse, step
+from specjax.drafters.objectives import ahead, behind
+from specjax.drafters.recipe import Batch, labels, layout
+from specjax.drafters.vocabulary import Ids, places
+from specjax.models.layers import Columns
+from specjax.sampling import first_argmax
+from specjax.types import Array, LanguageModel
+
+
+def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array, segments: Array) -> list[Array]:
+    """What each step gives after its last norm, [B, T, D] at the position that it starts from.
+
+    Only the inputs of a step are kept for the backward pass, and its scores [B, H, T, T] are made again there.
+
+    Args:
+      config: of the module.
+      params: its parameters.
+      embedded: for each step j, [B, T, D] of the token j + 1 after each position.
+      features: [B, T, M, D] of the target.
+      segments: [B, T], as in Batch.
+    """
+    b, t = segments.shape
+    positions, causal = layout(segments)
+    cache, at = empty_cache(config, b, t), jnp.zeros(b, jnp.int32)
+    one = jax.checkpoint(functools.partial(step, config))
+    hidden = fuse(config, params, features)
+    (hidden, normed), k, v = one(params, embedded[0], hidden, cache.k[0], cache.v[0], at, positions, causal)
+    nothing = jnp.zeros((b, t, config.kv_heads, 0, config.head_dim))
+    results, own = [normed], Columns(nothing, nothing)
+    for j, x in enumerate(embedded[1:], 1):
+        (hidden, normed), *new = one(params, x, hidden, k, v, at, positions + j, causal, own)
+        results, own = [*results, normed], Columns(*new)
+    return results
+
+
+def scores(
+    given: list[Array], read: Callable, target: LanguageModel, target_params, batch: Batch, *, vocabulary: Ids | None,
+    objective: objectives.Objective, law: float, state: float,
+) -> list[objectives.Scored]:  # fmt: skip
+    """How each step did: law x objective(its logits) + state x SmoothL1(what it gave, the target's own state).
+
+    Steps are laid side by side by the token that they predict, so that the target's law of it is made once for all of them.
+    With a vocabulary the target's law is renormalised within, and a position teaches nothing where the target's best token
+    of all lies outside.
+
+    Args:
+      given: what `unrolled` gives.
+      read: (normed [R, D]) -> logits [R, n] of the vocabulary.
+      target: the model to draft for.
+      target_params: its parameters.
+      batch: rows with the target's output.
+      vocabulary: the ids that are scored; all unless given.
+      objective: one of `objectives`.
+      law: its weight.
+      state: the weight of the distance to the target's hidden state.
+    """
+    ids = range(target.vocab_size) if vocabulary is None else vocabulary
+    place = jnp.asarray(places(ids, target.vocab_size))
+    labelled = batch._replace(places=place)
+
+    def rows(parts):
+        given, hidden, goal = parts
+        full = target.unembed(target_params, hidden)
+        best = jnp.minimum(first_argmax(full), target.vocab_size - 1)
+        few = full if vocabulary is None else full[:, jnp.asarray(vocabulary, jnp.int32)]
+        results = []
+        for x in given:
+            logits = read(x)
+            nats = law * jnp.where(place[best] >= 0, objective(logits, goal, few), 0)
+            nats = nats + state * objectives.smooth_l1(x, hidden) if state else nats
+            results.append((nats, objectives.correct(logits, goal)))
+        return results
+
+    moved = [behind(x, j + 1) for j, x in enumerate(given)]  # position s of each: what predicts token s + 1
+    size = max(1024 // (len(given) + 1), 1)
+    found = objectives.chunked(rows, (moved, batch.output.hidden, labels(labelled, 1)[0]), size=size)
+    back = [(ahead(nats, j + 1), ahead(hit, j + 1)) for j, (nats, hit) in enumerate(found)]
+    return [objectives.Scored(nats, hit, labels(labelled, j + 2)[1]) for j, (nats, hit) in enumerate(back)]
+
+
+def loss(
+    config: EagleConfig, params, read: Callable, target: LanguageModel, target_params, batch: Batch, *, steps: int,
+    features: Array | None = None, **how,
+) -> list[objectives.Scored]:  # fmt: skip
+    """`scores` of `steps` steps from the target's features in `batch`, or from `features` in their place."""
+    embedded = [target.embed(target_params, ahead(batch.tokens, j + 1)) for j in range(steps)]
+    features = features_of(config, batch.output) if features is None else features
+    given = unrolled(config, params, embedded, features, batch.segments)
+    return scores(given, read, target, target_params, batch, **how)

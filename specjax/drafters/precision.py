@@ -1,0 +1,72 @@
+"""Numbers that a drafter's matrices are written in: a float, or 8 bits.
+
+A matrix in 8 bits is int8 under its name, and "<name>.scale", a float32 for each output channel (for each head too, where
+heads are stacked).  Vectors, stacked ones among them, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+SCALE = ".scale"
+"""What follows a matrix's name in that of its scales; a path has no dot in it."""
+
+
+def as_dtype(tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Tensors whose matrices are of `dtype`; of int8, each with its scales."""
+    if dtype == jnp.int8:
+        # biases in 8 bits would save nothing, and heads would share a scale
+        whole = {name for name, x in tensors.items() if not is_matrix(name, x)}
+        matrices = {name: quantized(name, x) for name, x in tensors.items() if name not in whole}
+        scales = {f"{name}{SCALE}": scale for name, (_, scale) in matrices.items()}
+        return {**{name: tensors[name] for name in whole}, **{name: q for name, (q, _) in matrices.items()}, **scales}
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"matrices cannot be kept as {dtype}: choose float32, bfloat16, float16 or int8")
+    matrices = {name: x.astype(np.float32) for name, x in tensors.items() if is_matrix(name, x)}
+    large = [name for name, x in matrices.items() if not np.abs(x).max(initial=0) <= float(jnp.finfo(dtype).max)]
+    if large:
+        raise ValueError(f"{large[0]} holds NaN or what {dtype} cannot: look at it, or choose float32")
+    return {name: matrices[name].astype(dtype) if name in matrices else x for name, x in tensors.items()}
+
+
+def is_matrix(name: str, x: Any) -> bool:
+    """Whether a leaf by this name is a matrix, or several; stacked biases, which are vectors, are told by their names."""
+    return x.ndim > 1 and not name.endswith("bias")
+
+
+def quantized(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., in, out] as int8 and scales float32 [..., out]: their product is off by half a step, scale / 2, at most."""
+    x = x.astype(np.float32)
+    largest = np.abs(x).max(-2, initial=0.0)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"{name} holds NaN or inf, which 8 bits cannot: look at it, or choose float32")
+    scale = largest / np.float32(127)
+    return np.rint(x / np.where(scale > 0, scale, 1)[..., None, :]).astype(np.int8), scale
+
+
+def restored(source: str | Path, tensors: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    """Tensors as they were before `as_dtype`: int8 times its scales, as `dtype`; the others as they are.
+
+    Raises:
+      ValueError: int8 without its scales, scales without int8, or scales that do not fit.
+    """
+    matrices = {name: x for name, x in tensors.items() if x.dtype == np.int8}
+    scales = {name.removesuffix(SCALE): x for name, x in tensors.items() if name.endswith(SCALE)}
+    shape = lambda x: x.shape[:-2] + x.shape[-1:]
+    fits = lambda name, s: s.dtype == np.float32 and matrices[name].ndim > 1 and s.shape == shape(matrices[name])
+    groups = {
+        "of int8 without scales": sorted(matrices.keys() - scales.keys()),
+        "with scales and not of int8": sorted(scales.keys() - matrices.keys()),
+        "with scales of another shape or dtype": sorted(n for n in matrices.keys() & scales.keys() if not fits(n, scales[n])),
+        "with scales that are not finite": sorted(n for n, s in scales.items() if not np.isfinite(s).all()),
+    }
+    faults = [f"{len(names)} {what}: {', '.join(names[:8])}" for what, names in groups.items() if names]
+    if faults:
+        raise ValueError(f"{source}: tensors do not fit: {'; '.join(faults)}: save the drafter again")
+    whole = {name: (x.astype(np.float32) * scales[name][..., None, :]).astype(dtype) for name, x in matrices.items()}
+    return {name: whole.get(name, x) for name, x in tensors.items() if not name.endswith(SCALE)}
