@@ -111,7 +111,7 @@ def test_the_command(tmp_path, capsys, monkeypatch, last, status):
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--num-draft", "0"], "--num-draft 0"),
         (["--method", "specinfer", "--option", "children=idd"], "'idd'"),
-        (["--method", "specinfer", "--option", "expansion=3,1,1"], "takes children only"),
+        (["--method", "specinfer", "--option", "expansion=3,1,1"], "takes children and weights only"),
         (["--method", "specinfer", "--option", "nonsense=1"], "nonsense"),
         (["--draft-model", "gpt5"], "--draft-model is for real models"),
         (["--prompts", "/nonexistent"], "--prompts is for real models"),
