@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax import cache as kv
-from specjax.drafters import eagle_head, eagle_loss, eagle_tree, files, objectives
+from specjax.drafters import eagle_files, eagle_head, eagle_loss, eagle_tree, files, objectives
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.eagle_head import EagleConfig, features_of
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
@@ -223,12 +223,12 @@ def loader(method: str) -> Callable[..., LoadedDrafter]:
         lm, *, num_draft: int, weights: str | None = None, tree: str | None = None, children: str | None = None,
         top_k: int = 10, nodes: int = 59,
     ) -> LoadedDrafter:  # fmt: skip
-        """Draft for `lm` with a module that `files.save` wrote to the directory `weights`.
+        """Draft for `lm` with a module that `files.save` wrote to the directory `weights`, or one published there.
 
         Args:
           lm: the target.
           num_draft: K, the depth of the tree.
-          weights: the directory.
+          weights: the directory; see `eagle_files` for the published layouts.
           tree: "chain"; "dynamic", EAGLE-2's; "static", EAGLE-1's of 25 nodes; or a JSON file for `trees.read_paths`.
             Otherwise what config.json lists as "tree", or a chain.
           children: of a static tree, how they are drawn, a key of `siblings.SIBLINGS`; without replacement unless given, and
@@ -239,16 +239,7 @@ def loader(method: str) -> Callable[..., LoadedDrafter]:
         Raises:
           ValueError: no weights, weights that do not fit, or a tree that cannot be.
         """
-        saved = files.read_config(weights, method, lm.model)
-        config, vocabulary = eagle_head.saved_config(saved), saved.get("vocabulary")
-        vocabulary = None if vocabulary is None else tuple(vocabulary)
-        if config.width != lm.model.width:
-            raise ValueError(
-                f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target"
-            )
-        params = files.read_params(
-            weights, lambda shapes: eagle_head.like(config, len(vocabulary or ()) or lm.model.vocab_size)
-        )
+        (config, vocabulary, params), saved = read_module(lm, weights, method)
         if tree == "dynamic":
             if children not in (None, "point"):
                 raise ValueError(f"children {children!r} of a dynamic tree: it takes the best, point children; leave it out")
@@ -265,3 +256,19 @@ def loader(method: str) -> Callable[..., LoadedDrafter]:
         return LoadedDrafter(drafter, params, card(method, params, note), "rejection" if chain else drawn.rule)
 
     return load
+
+
+def read_module(lm, weights: str | None, method: str) -> tuple[eagle_files.Published, dict[str, Any]]:
+    """A module from a directory of either kind, and the config.json of one that `files.save` wrote."""
+    path = files.given(weights, method)
+    if eagle_files.weight_files(path):
+        return eagle_files.read(path, lm, method), {}
+    saved = files.read_config(weights, method, lm.model)
+    config, vocabulary = eagle_head.saved_config(saved), saved.get("vocabulary")
+    vocabulary = None if vocabulary is None else tuple(vocabulary)
+    if config.width != lm.model.width:
+        raise ValueError(f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target")
+    size = lm.model.vocab_size if vocabulary is None else len(vocabulary)
+    return eagle_files.Published(
+        config, vocabulary, files.read_params(path, lambda shapes: eagle_head.like(config, size))
+    ), saved
