@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ import numpy as np
 
 from specjax.drafters import facts
 from specjax.drafters.eagle_head import EagleConfig
+from specjax.drafters.files import read_json
 from specjax.models.layers import RopeScaling
 from specjax.types import LanguageModel
 
@@ -51,10 +51,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path}: weights without a config.json: download it too")
-    try:
-        said = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}): download it again") from None
+    said = read_json(file, "download it again")
     parts = [said] + [said.get(name) or {} for name in ("transformer_layer_config", "eagle_config") if isinstance(said, dict)]
     if not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{file}: it, transformer_layer_config or eagle_config is no object: download it again")

@@ -62,14 +62,18 @@ def read_config(weights: str | Path | None, method: str, target: LanguageModel |
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no config.json: give the directory that drafters.files.save wrote")
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}): save the drafter again") from None
-    config = facts.check(file, config, target)
+    config = facts.check(file, read_json(file, "save the drafter again"), target)
     if config.get("method") != method:
         raise ValueError(f"{path} holds a drafter of method {config.get('method')!r} != {method!r}: load it as what it is")
     return config
+
+
+def read_json(file: Path, advice: str) -> Any:
+    """What a file of JSON says; ValueError, which ends in `advice`, where it is none."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error}): {advice}") from None
 
 
 def given(weights: str | Path | None, method: str) -> Path:
