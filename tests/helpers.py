@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, sampling, trees
-from specjax.drafters import blockwise, eagle, eagle_head, files, hydra, layer, medusa, mtp, objectives, parallel_heads
+from specjax.drafters import blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain

@@ -1,7 +1,8 @@
 """Drafting methods: one file a method, each a factory and a `load`.  To add one: write its file, add its entry."""
 
-from specjax.drafters import blockwise, eagle, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
+from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
 from specjax.drafters.base import Method
+from specjax.drafters.eagle import drafter as eagle
 
 METHODS: dict[str, Method] = {
     "plain": Method(plain.load, "none", "rejection", "no drafts: plain decoding"),

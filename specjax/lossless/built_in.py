@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters import METHODS, blockwise, eagle, eagle_head, files, hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters import METHODS, blockwise, files, hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.base import options
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import head as eagle_head
 from specjax.lossless.subject import Subject, of_model
 from specjax.models.load import LM
 from specjax.models.table import table

@@ -11,20 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
-from specjax.drafters import (
-    base,
-    blockwise,
-    eagle,
-    eagle_head,
-    files,
-    hydra,
-    layer,
-    medusa,
-    mtp,
-    objectives,
-    parallel_heads,
-    small,
-)
+from specjax.drafters import base, blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads, small
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.vocabulary import Ids, within
 from specjax.models.load import LM

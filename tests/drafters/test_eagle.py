@@ -10,7 +10,11 @@ import pytest
 import references as ref
 
 from specjax import decode, load_drafter, trees
-from specjax.drafters import eagle, eagle_head, eagle_loss, eagle_tree, files, objectives, vocabulary
+from specjax.drafters import files, objectives, vocabulary
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import loss as eagle_loss
+from specjax.drafters.eagle import tree as eagle_tree
 from specjax.drafters.recipe import Batch
 from specjax.models.layers import Columns
 from specjax.models.load import LM

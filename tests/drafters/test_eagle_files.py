@@ -10,7 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from specjax import load_drafter
-from specjax.drafters import eagle, eagle_files, eagle_head, files
+from specjax.drafters import files
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import files as eagle_files
+from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.medusa import chain_paths
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.layers import RopeScaling

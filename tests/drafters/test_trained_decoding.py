@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import eagle, eagle_head, hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters import hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import Params

@@ -16,7 +16,9 @@ import pytest
 from golden import make_families as golden
 
 import specjax
-from specjax.drafters import eagle_files, eagle_head, eagle_loss
+from specjax.drafters.eagle import files as eagle_files
+from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import loss as eagle_loss
 from specjax.drafters.objectives import ahead
 from specjax.models.huggingface import read_directory
 from specjax.models.layers import RopeScaling

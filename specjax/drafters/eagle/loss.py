@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters import objectives
-from specjax.drafters.eagle_head import EagleConfig, empty_cache, features_of, fuse, step
+from specjax.drafters.eagle.head import EagleConfig, empty_cache, features_of, fuse, step
 from specjax.drafters.objectives import ahead, behind
 from specjax.drafters.recipe import Batch, labels, layout
 from specjax.drafters.vocabulary import Ids, places

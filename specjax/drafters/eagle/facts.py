@@ -1,4 +1,4 @@
-"""What a published EAGLE module says of itself, in config.json and by the shapes of its tensors (see `eagle_files`)."""
+"""What a published EAGLE module says of itself, in config.json and by the shapes of its tensors (see `files`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.drafters import facts
-from specjax.drafters.eagle_head import EagleConfig
+from specjax.drafters.eagle.head import EagleConfig
 from specjax.drafters.files import read_json
 from specjax.models.layers import RopeScaling
 from specjax.types import LanguageModel

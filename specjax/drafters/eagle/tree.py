@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.cache import take
-from specjax.drafters.eagle_head import EagleConfig, step
+from specjax.drafters.eagle.head import EagleConfig, step
 from specjax.drafters.medusa import Paths, grow
 from specjax.drafters.siblings import Siblings
 from specjax.models.layers import visible

@@ -4,10 +4,10 @@ r"""One layer that extrapolates the target's features: EAGLE, EAGLE-2, EAGLE-3, 
                                                     └─ recycled as the feature of entry t + 1 while drafting
 
 EAGLE-1 (Li et al., arXiv 2401.15077) reads the target's last hidden state, EAGLE-3 (2503.01840) the outputs of three layers;
-`eagle_head` has the module and its flags.  Costs K - 1 passes of one layer a round, as wide as the tree, one more of K + 1
+`head` has the module and its flags.  Costs K - 1 passes of one layer a round, as wide as the tree, one more of K + 1
 tokens once the true features are known, and a cache of one layer: what the module had made up is written over, so that the
 cache never holds a guess.  Chains and static trees have a true q at the request's temperature; EAGLE-2's dynamic trees
-(2406.16858, see `eagle_tree`) are point children.
+(2406.16858, see `tree`) are point children.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from specjax import cache as kv
-from specjax.drafters import eagle_files, eagle_head, eagle_loss, eagle_tree, files, objectives
+from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
-from specjax.drafters.eagle_head import EagleConfig, features_of
+from specjax.drafters.eagle import files as eagle_files
+from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import loss as eagle_loss
+from specjax.drafters.eagle import tree as eagle_tree
+from specjax.drafters.eagle.head import EagleConfig, features_of
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
@@ -180,13 +184,13 @@ def recipe(
 ) -> Recipe:  # fmt: skip
     """sum_j decay^j (law x objective of step j + state x its distance to the target's state); the target is frozen.
 
-    EAGLE-3 learns from the target's law in J steps of training-time test (see `eagle_loss`); EAGLE-1 in one, with state 1,
+    EAGLE-3 learns from the target's law in J steps of training-time test (see `loss`); EAGLE-1 in one, with state 1,
     law 0.1 and noise on its features.
 
     Args:
       target: the model to draft for.
       num_draft: K of the drafter that tau is measured with.
-      config: of the module, of `eagle_head`'s presets say.
+      config: of the module, of `head`'s presets say.
       vocabulary: the ids that the drafter proposes; all unless given.
       paths: the tree that tau is measured with, drawn without replacement; a chain unless given.
       steps: J, how often the module is applied; K unless given.
@@ -228,7 +232,7 @@ def loader(method: str) -> Callable[..., LoadedDrafter]:
         Args:
           lm: the target.
           num_draft: K, the depth of the tree.
-          weights: the directory; see `eagle_files` for the published layouts.
+          weights: the directory; see `files` for the published layouts.
           tree: "chain"; "dynamic", EAGLE-2's; "static", EAGLE-1's of 25 nodes; or a JSON file for `trees.read_paths`.
             Otherwise what config.json lists as "tree", or a chain.
           children: of a static tree, how they are drawn, a key of `siblings.SIBLINGS`; without replacement unless given, and

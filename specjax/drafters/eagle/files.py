@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from specjax.drafters import eagle_head, facts, files
-from specjax.drafters.eagle_facts import (
+from specjax.drafters import facts, files
+from specjax.drafters.eagle import head
+from specjax.drafters.eagle.facts import (
     AFTER,
     ATTENTION,
     GATE,
@@ -37,7 +38,7 @@ from specjax.drafters.eagle_facts import (
     refuse,
     rope_of,
 )
-from specjax.drafters.eagle_head import EagleConfig
+from specjax.drafters.eagle.head import EagleConfig
 from specjax.drafters.vocabulary import Ids, check, narrowed, offsets
 from specjax.types import LanguageModel
 
@@ -92,7 +93,7 @@ def read(path: Path, lm: Any, method: str) -> Published:
     bias = tensors.get(f"{ATTENTION}.o_proj.bias")
     if bias is not None and not bias.any():  # what a config with attention_bias makes of one that has none
         del tensors[f"{ATTENTION}.o_proj.bias"]
-    tree = eagle_head.like(config, lm.model.vocab_size if ids is None else len(ids))
+    tree = head.like(config, lm.model.vocab_size if ids is None else len(ids))
     blank = lambda x: np.broadcast_to(np.float32(0), x.shape)
     parts = {own: split(config, own, blank(x)) for own, x in files.flat(tree).items()}
     files.check_tensors(path, {name: x.shape for part in parts.values() for name, x in part.items()}, tensors)
