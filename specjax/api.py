@@ -75,13 +75,15 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
     wrong = [name for name in settings if name not in known]
     if wrong:
         raise ValueError(unknown(f"option of {method}", wrong[0], known))
-    packaged = zoo.drafter(lm.name, method)
+    given = [name for name in ("model", "weights") if settings.get(name) is not None]
+    packaged = None if given else zoo.drafter(lm.name, method)
     if packaged is not None:
-        settings |= {name: str(packaged) for name in ("weights", "model") if name in known and settings.get(name) is None}
+        settings[zoo.argument(packaged)] = str(packaged)
     for name in {"model", "models"} & set(known):
-        if not settings.get(name):
+        if settings.get(name):
+            settings[name] = _loaded(settings[name])
+        elif not settings.get("weights"):
             raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
-        settings[name] = _loaded(settings[name])
     return METHODS[method].load(lm, num_draft=num_draft, **settings)
 
 

@@ -23,7 +23,7 @@ from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
 from specjax.drafters.siblings import SIBLINGS
-from specjax.drafters.small import small
+from specjax.drafters.small import beside, of_trunk, small, trunk
 from specjax.drafters.specinfer import specinfer
 from specjax.models.table import table
 from specjax.models.transformer import TransformerConfig, language_model
@@ -138,6 +138,14 @@ def trained(name, k=3, disturbed=0.15):
 
 
 @functools.cache
+def trunk_params():
+    """The target's first layer and norm, disturbed."""
+    rng = np.random.default_rng(4)
+    move = lambda x: x + jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype)
+    return jax.tree.map(move, of_trunk(target_params(), 1))
+
+
+@functools.cache
 def saved(name, k=3):
     """The directory of a trained drafter."""
     directory = tempfile.mkdtemp()
@@ -160,6 +168,7 @@ BUILDERS = {
     "ngram, order 1": lambda k: ngram(num_draft=k, min_order=1),
     "small": lambda k: small(SMALL, num_draft=k),
     "small = target": lambda k: small(TARGET, num_draft=k),
+    "small, trunk": lambda k: small(trunk(TARGET, 1), num_draft=k, own=beside),
     "specinfer": lambda k: specinfer((SMALL,), expansion=(2,) + (1,) * (k - 1), siblings=SIBLINGS["without_replacement"]),
     "blockwise": lambda k: blockwise.blockwise(TARGET, num_draft=k),
     "medusa": lambda k: medusa.medusa(TARGET, paths=HEAD_TREE),
@@ -191,7 +200,8 @@ def drafter_params(name):
     for known in (name, name.split(",")[0]):
         if known in RECIPES:
             return trained(known)
-    return {"small": small_params(), "small = target": target_params(), "specinfer": (small_params(),)}.get(name, ())
+    own = {"small": small_params(), "small = target": target_params(), "specinfer": (small_params(),)}
+    return {**own, "small, trunk": trunk_params()}.get(name, ())
 
 
 METHODS = ["ngram, order 1", "small", "early_exit, 1 layer"]

@@ -53,7 +53,7 @@ def run(capsys, *arguments):
 
 def test_help_names_every_recipe():
     said = inspect.getsource(Drafter).split('"""What is trained: ')[1].split('."""')[0]
-    assert set(re.split(", | or ", said)) == set(recipes.RECIPES)
+    assert set(re.split(r",\s+|\s+or\s+", said)) == set(recipes.RECIPES)
 
 
 def test_a_drafter_and_its_way_into_the_package(capsys, home, tmp_path):

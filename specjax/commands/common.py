@@ -74,17 +74,23 @@ def check_names(methods: Sequence[str], drafting: Drafting, target: str) -> None
 
 
 def has_models(method: str, drafting: Drafting, target: str) -> bool:
-    """Whether --draft-model names as many models as a method wants, or the package holds the one for this target."""
+    """Whether --draft-model names as many models as a method wants, or something stands in for them."""
     known, given = options(api.METHODS[method].load), len(drafting.draft_model)
     if "model" in known:
-        return given == 1 or not given and packaged(method, target)
+        return given == 1 or not given and (names_weights(method, drafting) or packaged(method, target))
     return given > 0 if "models" in known else True
 
 
 def has_weights(method: str, drafting: Drafting, target: str) -> bool:
-    """Whether a method wants no weights, is given them, or the package holds those for this target."""
-    given = any(option.startswith("weights=") for option in own_options(method, drafting))
-    return "weights" not in options(api.METHODS[method].load) or given or packaged(method, target)
+    """Whether a method wants no weights, is given them or a model instead, or the package holds those for this target."""
+    known = options(api.METHODS[method].load)
+    given = names_weights(method, drafting) or "model" in known and len(drafting.draft_model) > 0
+    return "weights" not in known or given or packaged(method, target)
+
+
+def names_weights(method: str, drafting: Drafting) -> bool:
+    """Whether an --option gives a method its weights."""
+    return any(option.startswith("weights=") for option in own_options(method, drafting))
 
 
 def packaged(method: str, target: str) -> bool:

@@ -117,8 +117,9 @@ def drafter(command: Drafter, write: Write) -> dict:
 def work_of(command: Drafter) -> runs.Work:
     """The same as the library takes it; ValueError for a recipe or an option that is none."""
     how = Settings(
-        command.steps, command.peak, min(100, command.steps // 10), evaluate_every=command.judge_every, seed=command.seed
-    )
+        command.steps, command.peak, min(100, command.steps // 10), evaluate_every=command.judge_every, seed=command.seed,
+        compute=command.compute,
+    )  # fmt: skip
     options = recipes.parse_options(command.recipe, command.option)
     work = runs.Work(
         command.recipe, command.num_draft, how, options, length=command.length, batch=command.batch,

@@ -64,7 +64,8 @@ class Drafter:
     """Train a drafter for a target, and watch its tau in real decoding while it learns."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
-    """What is trained: small, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3 or eagle3.1."""
+    """What is trained: small, small_trunk, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3
+    or eagle3.1."""
     out: str
     """The directory of run/ and, at the end, drafter/ with card.md; run the command again to go on there."""
     corpus: str | None = None
@@ -91,6 +92,8 @@ class Drafter:
     """Draft only so many of the target's tokens, the most frequent of the corpus; all if not given."""
     features: str | None = None
     """A directory for the target's states, computed once and read by later runs on the same rows; not kept if not given."""
+    compute: str = "float32"
+    """Numbers that matrices are multiplied in, float32 or bfloat16; what is trained stays float32."""
     dtype: str = "float32"
     """Numbers the trained weights are written in: float16, bfloat16, float32 or, where they are no model, int8."""
     smoke: Switch = False

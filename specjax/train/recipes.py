@@ -92,6 +92,14 @@ def small_recipe(
     return small.recipe(target, language_model(reduced(config, layers)), num_draft=num_draft, objective=objective)
 
 
+def trunk_recipe(
+    target: LanguageModel, *, num_draft: int, config: TransformerConfig, layers: int | None = None,
+    objective: objectives.Objective = objectives.soft,
+) -> Recipe:  # fmt: skip
+    """`small.trunk_recipe` for a target with a config."""
+    return small.trunk_recipe(target, num_draft=num_draft, layers=reduced(config, layers).layers, objective=objective)
+
+
 def eagle_1(
     target: LanguageModel, *, num_draft: int, config: eagle_head.EagleConfig, vocabulary: Ids | None = None,
     paths: medusa.Paths | None = None, steps: int = 1, decay: float = 0.8, objective: objectives.Objective = objectives.soft,
@@ -128,6 +136,10 @@ def tree_of(lm: LM, options: Mapping[str, Any]) -> dict:
 RECIPES: dict[str, Training] = {
     "small": Training(
         "small", small_recipe, told=lambda lm: {"config": lm.config}, save=save_model, dtypes=FLOATS
+    ),
+    "small_trunk": Training(
+        "small", trunk_recipe, told=lambda lm: {"config": lm.config},
+        config=lambda lm, options: {"layers": reduced(lm.config, options.get("layers")).layers},
     ),
     "blockwise": Training("blockwise", blockwise.recipe),
     "medusa": Training("medusa", medusa.recipe, config=tree_of),

@@ -24,3 +24,8 @@ def drafter(target: str, method: str) -> Path | None:
     """Directory of the packaged drafter of `method` for the packaged model `target`; None where there is none."""
     found = HOME / target / method
     return found if target and (found / "config.json").is_file() else None
+
+
+def argument(directory: Path) -> str:
+    """What a packaged drafter is given as: "model" where it is a language model by itself, else "weights"."""
+    return "model" if (directory / "tokenizer.json").is_file() else "weights"

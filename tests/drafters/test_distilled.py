@@ -8,12 +8,13 @@ import pytest
 import references as ref
 
 from specjax import generate, load_drafter, sampling
-from specjax.drafters import objectives, small
+from specjax.drafters import files, objectives, small, vocabulary
 from specjax.drafters.base import LoadedDrafter
 from specjax.drafters.recipe import with_output
 from specjax.models.load import LM
 from specjax.models.transformer import language_model
 from specjax.train.export import save_directory
+from specjax.types import Params
 
 
 def logits(p):
@@ -141,3 +142,50 @@ def test_what_has_no_mass_costs_nothing():
         assert np.isfinite(value) and np.isfinite(gradient[0, :2]).all()
     assert float(objectives.mean(jnp.asarray([1.0, jnp.nan]), jnp.asarray([1.0, 0.0]))) == 1
     assert float(objectives.mean(jnp.ones(2), jnp.zeros(2))) == 0
+
+
+def test_a_trunk_learns_and_drafts_as_the_model_that_it_is_part_of(tmp_path):
+    """Loss, gradient and drafts are those of a whole model with the target's embedding and head; its own weights are saved."""
+    target_params, own = h.target_params(), h.trunk_params()
+    whole, trunk = {**target_params, **own}, small.trunk_recipe(h.TARGET, num_draft=3, layers=1)
+    model, given = h.TARGET.truncate(1), ref.batch()
+    alone = small.recipe(h.TARGET, model, num_draft=3)
+    for a, b in zip(trunk.loss(own, target_params, given, None), alone.loss(whole, target_params, given, None), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    gradient = jax.grad(lambda p: trunk.loss(p, target_params, given, None)[0])(own)
+    assert jax.tree.structure(gradient) == jax.tree.structure(own)
+    assert all(jax.tree.leaves(jax.tree.map(lambda g: bool((g != 0).any()), gradient)))
+    begun = trunk.init(jax.random.key(0), target_params)
+    jax.tree.map(np.testing.assert_array_equal, begun, {name: target_params[name] for name in ("layer_0", "norm")})
+    lm = LM(h.TARGET, target_params, None, h.CONFIG)
+    files.save(tmp_path, own, {"method": "small", "layers": 1, "vocab_size": h.V, "width": h.CONFIG.width})
+    loaded = load_drafter("small", lm, num_draft=3, weights=str(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, own)
+    found = h.generate(loaded.drafter, "rejection", h.PROMPTS, params=Params(target_params, loaded.params), temperature=0.0)
+    same = h.generate(h.small(model, num_draft=3), "rejection", h.PROMPTS, params=Params(target_params, whole), temperature=0.0)
+    assert found.tokens == same.tokens and (found.accepted == same.accepted).all()
+
+
+def test_a_trunk_of_a_draft_vocabulary_proposes_nothing_else():
+    ids = tuple(range(0, h.V, 3))
+    drafter = small.small(small.trunk(vocabulary.widened(h.TARGET, ids), 1), num_draft=3, vocab_size=h.V, own=small.beside)
+    params = Params(h.target_params(), h.trunk_params())
+    result = h.generate(drafter, "rejection", h.PROMPTS, params=params, temperature=1.0, rounds=1)
+    whole = h.generate(h.drafter("plain"), "rejection", h.PROMPTS, temperature=1.0, params=Params(h.target_params(), ()))
+    assert {len(tokens) for tokens in whole.tokens} == {h.NEW} and result.drafted.sum() == 3 * len(h.PROMPTS)
+    for tokens, accepted in zip(result.tokens, result.accepted[:, 0], strict=True):
+        assert set(tokens[:accepted]) <= set(ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give one of them"),
+        ({"model": 1, "weights": "x"}, "give one of them"),
+        ({"weights": "nowhere"}, "nowhere"),
+    ],
+)
+def test_a_trunk_or_a_model(given, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        small.load(LM(h.TARGET, h.target_params(), None, h.CONFIG), num_draft=2, **given)
+    assert "\n" not in str(error.value)

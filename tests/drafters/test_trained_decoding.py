@@ -19,6 +19,7 @@ from specjax.types import Params
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
+        ("small, trunk", "rejection"),
         ("blockwise", "rejection"),
         ("medusa", "target_match"),
         ("hydra", "recursive"),
