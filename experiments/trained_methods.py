@@ -5,7 +5,7 @@ over prompts, the speed-up on this machine, and the tau at which it would break 
 
 Command:    python experiments/trained_methods.py --model testbed --out testbed.md                 # held-out modules
             python experiments/trained_methods.py --model smollm2-135m --prompts SPEC_BENCH.jsonl --out smollm2.md
-            ... --methods medusa,hydra --num-draft 4 --count 8 --new-tokens 32                     # smaller
+            ... --methods medusa,eagle3,eagle3+tree=dynamic+nodes=16 --count 8 --new-tokens 32     # other settings, smaller
 Run time:   testbed 4 minutes on 2 cores shared with other work
 Expected:   greedy, every method has plain decoding's tokens ("same").  Testbed, tau at T = 0 / 1: mtp 2.54 / 2.35,
             small 1.94 / 2.09, hydra 1.80 / 1.89, blockwise 1.33 / 1.14, medusa 1.26 / 1.12; ngram 2.08 / 1.04,
@@ -28,11 +28,13 @@ import numpy as np
 import specjax
 from specjax import bench
 from specjax.demo import chat
+from specjax.drafters import METHODS
+from specjax.drafters.base import parse_options
 from specjax.prompts import load_prompts, select
 from specjax.sampling import SamplingParams
 from specjax.train import stdlib
 
-METHODS = "ngram,early_exit,small,blockwise,medusa,hydra,mtp"
+USUAL = "ngram,early_exit,small,blockwise,medusa,hydra,mtp"
 
 
 def of_modules(lm, count, length=96):
@@ -81,23 +83,29 @@ def markdown(rows):
     return "\n".join(lines) + "\n"
 
 
+def contender(lm, words, num_draft):
+    """A method with options of its own: NAME or NAME+OPTION=VALUE+..."""
+    name, *given = words.split("+")
+    settings = parse_options(METHODS[name].load, given)
+    loaded = specjax.load_drafter(name, lm, num_draft=num_draft, **settings)
+    return bench.Contender(words, loaded, loaded.rule)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="testbed")
     parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--weights-dtype", default="float32", help="of the target")
+    parser.add_argument("--methods", default=USUAL, help="NAME or NAME+OPTION=VALUE+..., with commas between them")
     parser.add_argument("--num-draft", type=int, default=4)
     parser.add_argument("--count", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--out", type=Path, default=Path("trained_methods.md"), help="the table; .json beside it has the rest")
     args = parser.parse_args()
-    lm = specjax.load(args.model)
+    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
     prompts = of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)
-    contenders = []
-    for name in args.methods.split(","):
-        loaded = specjax.load_drafter(name, lm, num_draft=args.num_draft)
-        contenders.append(bench.Contender(name, loaded, loaded.rule))
+    contenders = [contender(lm, words, args.num_draft) for words in args.methods.split(",")]
     facts = {c.method: (c.loaded.card.extra_parameters, c.loaded.drafter.num_nodes) for c in contenders}
     rows = []
     for temperature in map(float, args.temperatures.split(",")):

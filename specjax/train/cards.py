@@ -95,7 +95,7 @@ def over_training(journal: Sequence[Mapping[str, float]]) -> str:
 
 def drafter_card(
     lm: LM, work: Work, data: Split, journal: Sequence[Mapping[str, Any]], *, method: str, size: int, hours: float,
-    command: str, share: float = 1.0,
+    command: str, share: float = 1.0, mass: float = 1.0,
 ) -> str:  # fmt: skip
     """card.md of a trained drafter.
 
@@ -109,11 +109,13 @@ def drafter_card(
       hours: that it took.
       command: that made it.
       share: of the tokens to predict that its vocabulary covers.
+      mass: of the target's law on held-out text that it covers.
     """
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     vocabulary = "all of the target's"
     if work.draft_vocabulary is not None:
         vocabulary = f"its {work.draft_vocabulary:,} most frequent tokens, {share:.2%} of those to predict"
+        vocabulary += f" and {mass:.2%} of the target's probability on held-out text"
     facts = {
         **work._asdict(), **work.settings._asdict(), "method": method, "target": lm.name or "a target without a name",
         "vocabulary": vocabulary,

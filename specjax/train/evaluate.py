@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, keys, sampling, trees
-from specjax.drafters.recipe import Recipe, with_output
+from specjax.drafters import objectives
+from specjax.drafters.recipe import Recipe, labels, with_output
 from specjax.metrics import cut, statistics
 from specjax.sampling import SamplingParams
 from specjax.train.loop import Evaluate
@@ -36,6 +37,30 @@ def held_out(recipe: Recipe, batches: Batches, *, steps: int, target: LanguageMo
         return {f"held_out_{n}": float(weight @ [float(p[n]) for p in parts]) / max(weight.sum(), 1) for n in names}
 
     return run
+
+
+def kept_mass(target: LanguageModel, target_params: Any, ids: Sequence[int], batches: Batches, *, steps: int) -> float:
+    """The probability that the target leaves within a draft vocabulary, at temperature 1; a mean over what is to predict.
+
+    No drafter of these ids is accepted more often: sum min(p, q) is at most the mass of p where q has any.
+
+    Args:
+      target: the model that is drafted for.
+      target_params: its parameters.
+      ids: the draft vocabulary.
+      batches: rows to look at, the first `steps` batches of them.
+      steps: how many.
+    """
+
+    @jax.jit
+    def one(params, batch):
+        few = jnp.asarray(ids, jnp.int32)
+        within = lambda hidden: jnp.exp(jax.nn.log_softmax(target.unembed(params, hidden), -1)[:, few]).sum(-1)
+        hidden, weights = with_output(batch, target, params).output.hidden, labels(batch)[1]
+        return objectives.total(objectives.chunked(within, hidden), weights), weights.sum()
+
+    found = np.asarray([one(target_params, batches.at(n)) for n in range(steps)], np.float64).sum(0)
+    return float(found[0] / max(found[1], 1))
 
 
 def acceptance(

@@ -23,7 +23,7 @@ from specjax.train.cards import drafter_card
 from specjax.train.checks import check, check_labels, check_target, check_vocabulary
 from specjax.train.corpus import keep_to, planned
 from specjax.train.digests import digest, fingerprint
-from specjax.train.evaluate import acceptance, held_out
+from specjax.train.evaluate import acceptance, held_out, kept_mass
 from specjax.train.features import cached
 from specjax.train.loop import MATTERS, Evaluate, Report, Settings, fit
 from specjax.train.packing import batches
@@ -125,7 +125,10 @@ def train(
     hours = sum(line.get("seconds", 0.0) for line in journal) / 3600
     size = sum(x.size for x in jax.tree.leaves(params))
     method = recipes.find(work.recipe).method
-    text = drafter_card(lm, work, data, journal, method=method, size=size, hours=hours, command=command, share=share)
+    held = batches(data.held_out, length=work.length, batch=work.batch, seed=0)
+    mass = 1.0 if ids is None else kept_mass(lm.model, lm.params, ids, held, steps=4)
+    about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command, share=share, mass=mass)
+    text = drafter_card(lm, work, data, journal, **about)
     (goal / "card.md").write_text(text, "utf-8")
     return Trained(goal, params, journal[-1], hours)
 

@@ -1,5 +1,7 @@
 """Rates by rank, measured in decoding, from which trees are built."""
 
+from types import SimpleNamespace
+
 import helpers as h
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,8 @@ import numpy as np
 import pytest
 
 from specjax.drafters.medusa import medusa
-from specjax.train.evaluate import comb, rank_rates
+from specjax.drafters.recipe import Batch
+from specjax.train.evaluate import comb, kept_mass, rank_rates
 from specjax.types import Params
 from specjax.verify import RULES
 
@@ -64,3 +67,20 @@ def test_another_tree_is_refused():
     binary = ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
     with pytest.raises(ValueError, match=r"6 nodes is not comb\(2, 3\)"):  # as many nodes, which hang elsewhere
         rates(2, 3, medusa(h.TARGET, paths=binary))
+
+
+def test_the_mass_that_a_draft_vocabulary_keeps():
+    """By hand, over the labels alone: a masked token's law does not count, nor one across a border of documents."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, h.V, (2, 8)), jnp.int32)
+    mask = jnp.asarray([[False] * 4 + [True] * 4, [True] * 8])
+    segments = jnp.asarray([[0] * 8, [0] * 5 + [1] * 3], jnp.int32)
+    ids = (0, 3, 4, 9)
+    rows = SimpleNamespace(at=lambda n: Batch(tokens, mask, segments))
+    found = kept_mass(h.TARGET, h.target_params(), ids, rows, steps=2)
+    laws = []
+    for row, first, last in ((0, 0, 8), (1, 0, 5), (1, 5, 8)):
+        line = tokens[row : row + 1, first:last]
+        logits = h.TARGET.apply(h.target_params(), line, h.TARGET.init_cache(1, 8))[0].logits[0]
+        kept = jax.nn.softmax(logits, -1)[:, jnp.asarray(ids)].sum(-1)
+        laws += [float(kept[t]) for t in range(last - first - 1) if mask[row, first + t + 1]]
+    np.testing.assert_allclose(found, np.mean(laws), rtol=1e-5)
