@@ -150,7 +150,7 @@ def of_trunk(target_params: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return {name: target_params[name] for name in (*(f"layer_{i}" for i in range(layers)), "norm")}
 
 
-def load(lm, *, num_draft: int, model=None, weights: str | None = None) -> LoadedDrafter:
+def load(lm, *, num_draft: int, model: Any = None, weights: str | None = None) -> LoadedDrafter:
     """Draft for `lm` with a smaller model.
 
     Args:
