@@ -46,7 +46,7 @@ def cached(
     """The same batches with `output` read from memory-mapped files, which are made, or finished, in `directory`.
 
     Rows are filled in the order of their table, whatever order and size of batches training asks for, so that a later run
-    with another seed or batch reads and finishes the same files.
+    with another seed or batch reads and finishes the same files.  Files that hold more layers than are asked for serve too.
 
     Args:
       directory: of hidden.npy [rows, T, D] and features.npy [rows, T, M, D].
@@ -66,11 +66,12 @@ def cached(
     if batches.take is None:
         raise ValueError("rows of several lengths have no table that states could be kept by: train without a cache")
     directory, (size, length) = Path(directory), batches.at(0).tokens.shape
-    shapes = {"hidden": (batches.count, length, target.width), "features": (batches.count, length, len(features), target.width)}
-    plan = {"shapes": shapes, "layers": features, "dtype": np.dtype(dtype).name, "rows": rows_digest(batches)}
+    layers = kept_layers(directory, features)
+    shapes = {"hidden": (batches.count, length, target.width), "features": (batches.count, length, len(layers), target.width)}
+    plan = {"shapes": shapes, "layers": layers, "dtype": np.dtype(dtype).name, "rows": rows_digest(batches)}
     plan["target"] = fingerprint(params, config)
-    arrays, done = _open(directory, plan, shapes, dtype, estimate(batches, length, target.width, len(features), dtype))
-    run = jax.jit(lambda params, batch: forward(target, params, batch, features))
+    arrays, done = _open(directory, plan, shapes, dtype, estimate(batches, length, target.width, len(layers), dtype))
+    run = jax.jit(lambda params, batch: forward(target, params, batch, layers))
     for first in range(done, batches.count, size):
         rows = chunk(batches, first, size)
         found = run(params, batches.take(rows))
@@ -86,10 +87,18 @@ def cached(
 
     def at(step: int) -> Batch:
         rows = batches.rows(step)
-        hidden, tapped = (jnp.asarray(arrays[name][rows], jnp.float32) for name in ("hidden", "features"))
+        hidden = jnp.asarray(arrays["hidden"][rows], jnp.float32)
+        tapped = jnp.asarray(arrays["features"][rows][:, :, [layers.index(i) for i in features]], jnp.float32)
         return batches.at(step)._replace(output=Output(jnp.zeros((*hidden.shape[:2], 0)), hidden, tapped))
 
     return batches._replace(at=at, take=None)
+
+
+def kept_layers(directory: Path, features: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers that a directory was begun for, where those asked for are among them; else those asked for."""
+    note = directory / NOTE
+    begun = tuple(json.loads(note.read_text("utf-8")).get("layers", ())) if note.exists() else ()
+    return begun if {*features} <= {*begun} else features
 
 
 def chunk(batches: Batches, first: int, size: int) -> list[int]:

@@ -258,8 +258,13 @@ def test_features_on_disk_are_those_of_the_pass(rows, tmp_path, monkeypatch):
     np.testing.assert_allclose(output.features, live.features, atol=1e-5)
     bytes_of_arrays = sum((tmp_path / f"{n}.npy").stat().st_size for n in ("hidden", "features"))
     assert abs(bytes_of_arrays - estimate(rows, 12, TARGET.width, 2, np.float32)) < 1000
+    for fewer in ((1,), (1, 0), ()):  # a drafter of other layers reads the same files
+        part = cached(tmp_path, rows, TARGET, target_params(), features=fewer, dtype=np.float32).at(7).output
+        np.testing.assert_array_equal(part.features, output.features[:, :, list(fewer)])
+        np.testing.assert_array_equal(part.hidden, output.hidden)
+    cached(tmp_path / "one", rows, TARGET, target_params(), features=(0,))
     with pytest.raises(ValueError, match="was begun with another layers, shapes"):
-        cached(tmp_path, rows, TARGET, target_params(), features=(0,), dtype=np.float32)
+        cached(tmp_path / "one", rows, TARGET, target_params(), features=(0, 1))
     monkeypatch.setattr("shutil.disk_usage", lambda path: (0, 0, 10))
     with pytest.raises(OSError, match="GB"):
         cached(tmp_path / "full", rows, TARGET, target_params())
