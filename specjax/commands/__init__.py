@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specjax import flags
-from specjax.commands import bench, demo, generate, lossless, methods, train
+from specjax.commands import bench, demo, generate, latency, lossless, methods, train
 
 RUN: dict[type, Callable] = {
     flags.Demo: demo.run,
@@ -11,6 +11,7 @@ RUN: dict[type, Callable] = {
     flags.Generate: generate.run,
     flags.Bench: bench.run,
     flags.Lossless: lossless.run,
+    flags.Latency: latency.run,
     flags.Testbed: train.testbed,
     flags.Corpus: train.corpus,
     flags.Drafter: train.drafter,

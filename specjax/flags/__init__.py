@@ -10,12 +10,13 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from specjax.flags.latency import Latency
 from specjax.flags.parts import Drafting, Names, Numbers, Output, Prompts, Sampling, Switch, Target
 from specjax.flags.train import Corpus, Drafter, Testbed, Train
 from specjax.names import guess
 
-__all__ = ["Bench", "Corpus", "Demo", "Drafter", "Drafting", "Generate", "Lossless", "Methods", "Output", "Prompts", "Target",
-           "Testbed", "flags", "parse", "settings"]  # fmt: skip
+__all__ = ["Bench", "Corpus", "Demo", "Drafter", "Drafting", "Generate", "Latency", "Lossless", "Methods", "Output",
+           "Prompts", "Target", "Testbed", "flags", "parse", "settings"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +123,12 @@ COMMANDS: dict[str, type] = {
     "generate": Generate,
     "bench": Bench,
     "lossless": Lossless,
+    "latency": Latency,
     "train testbed": Testbed,
     "train corpus": Corpus,
     "train drafter": Drafter,
 }
-POSITIONAL = ("prompt", "recipe")
+POSITIONAL = ("prompt", "recipe", "config")
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -141,7 +143,7 @@ def parse(arguments: Sequence[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             command, rest = tyro.cli(
-                Demo | Methods | Generate | Bench | Lossless | Train,
+                Demo | Methods | Generate | Bench | Lossless | Latency | Train,
                 prog="specjax",
                 description="Speculative decoding of language models: faster, with the model's own law.",
                 args=list(arguments),

@@ -64,8 +64,8 @@ class Drafter:
     """Train a drafter for a target, and watch its tau in real decoding while it learns."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
-    """What is trained: small, small_trunk, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3
-    or eagle3.1."""
+    """What is trained: small, small_trunk, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3,
+    eagle3.1 or peagle."""
     out: str
     """The directory of run/ and, at the end, drafter/ with card.md; run the command again to go on there."""
     corpus: str | None = None

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from specjax import text, zoo
 from specjax.models import fetch
-from specjax.models.gguf import read_gguf
-from specjax.models.huggingface import read_directory
+from specjax.models.families import config_from_gguf, config_from_hf
+from specjax.models.gguf import open_gguf, read_gguf
+from specjax.models.huggingface import read_directory, read_json
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import LanguageModel
 
@@ -64,6 +65,15 @@ def load(
         config = config._replace(max_length=max_length)
     name = str(name_or_path)
     return LM(language_model(config, dtype=dtype), params, tokenizer, config, name if name in NAMES else "")
+
+
+def read_config(name_or_path: str | Path) -> TransformerConfig:
+    """What a model is made of, without its weights: named as for `load`, or a config.json alone.  Errors as `load`."""
+    path = Path(name_or_path).expanduser()
+    if not (path.suffix == ".json" and path.is_file()):
+        path = _find(str(name_or_path), None)
+        path = path / "config.json" if path.is_dir() else path
+    return config_from_hf(read_json(path)) if path.suffix == ".json" else config_from_gguf(open_gguf(path))
 
 
 def _find(name: str, progress: fetch.Progress | None) -> Path:

@@ -1,0 +1,1 @@
+"""When speculation pays: yields, rooflines, measured costs.  Numbers in, numbers out."""
