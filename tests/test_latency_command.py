@@ -1,7 +1,8 @@
-"""`specjax latency`, from a config.json alone."""
+"""`specjax latency` and `specjax serve-sim`, from a config.json alone."""
 
 import json
 
+import numpy as np
 import pytest
 
 from specjax import cli
@@ -20,8 +21,8 @@ def model(tmp_path_factory):
     return str(path)
 
 
-def run(capsys, *arguments):
-    status = cli.main(["latency", *map(str, arguments), "--json", "-"])
+def run(capsys, *arguments, command="latency"):
+    status = cli.main([command, *map(str, arguments), "--json", "-"])
     out, err = capsys.readouterr()
     return status, json.loads(out) if out else None, err
 
@@ -62,4 +63,38 @@ def test_acceptance_by_position(capsys, model):
 )
 def test_bad_input_is_one_line(capsys, model, arguments, message):
     status, found, said = run(capsys, model, *arguments)
+    assert status == 2 and found is None and message in said and said.count("\n") == 1
+
+
+def test_under_load_a_fixed_k_loses_and_a_schedule_does_not(capsys, model, tmp_path):
+    """On an H100: one request gains from all seven tokens; at 512 even drafting costs too much, and a budget does without."""
+    common = [model, "--drafter", "dspark", "--num-draft", "7", "--prompt", "16", "--generated", "96"]
+    status, found, _ = run(
+        capsys, *common, "--concurrency", "1,64,512", "--policies", "plain,fixed,fixed_budget", command="serve-sim"
+    )
+    speed = {(row["concurrency"], row["policy"]): row["tokens_per_second"] for row in found["loads"]}
+    assert status == 0 and speed[1, "fixed"] > 2 * speed[1, "plain"]
+    assert speed[64, "plain"] < speed[64, "fixed"] < speed[64, "fixed_budget"]
+    assert speed[512, "fixed"] < 0.9 * speed[512, "plain"] and speed[512, "fixed_budget"] > 0.97 * speed[512, "plain"]
+
+    rng = np.random.default_rng(0)  # measured rounds in which nothing is ever accepted: speculation only costs
+    np.savez(tmp_path / "trace.npz", confidence=rng.random((64, 3)), accepted=np.zeros(64, int))
+    sizes = ["--num-draft", "3", "--generated", "16", "--concurrency", "4", "--policies", "plain,fixed"]
+    _, found, _ = run(capsys, model, *sizes, "--trace", tmp_path / "trace.npz", command="serve-sim")
+    plain, fixed = found["loads"]
+    assert fixed["tau"] == 1 and fixed["verified_a_request"] == 3 and fixed["tokens_per_second"] < plain["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "erly_stop"], "did you mean 'early_stop'"),
+        (["--concurrency", "3", "--replicas", "2"], "give multiples of 2"),
+        (["--trace", "nowhere.npz"], "no such file"),
+        (["--trace", __file__], "no .npz of confidence"),
+        (["--generated", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(capsys, model, arguments, message):
+    status, found, said = run(capsys, model, *arguments, command="serve-sim")
     assert status == 2 and found is None and message in said and said.count("\n") == 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specjax import flags
-from specjax.commands import bench, demo, generate, latency, lossless, methods, train
+from specjax.commands import bench, demo, generate, latency, lossless, methods, serve_sim, train
 
 RUN: dict[type, Callable] = {
     flags.Demo: demo.run,
@@ -12,6 +12,7 @@ RUN: dict[type, Callable] = {
     flags.Bench: bench.run,
     flags.Lossless: lossless.run,
     flags.Latency: latency.run,
+    flags.ServeSim: serve_sim.run,
     flags.Testbed: train.testbed,
     flags.Corpus: train.corpus,
     flags.Drafter: train.drafter,

@@ -1,0 +1,76 @@
+"""What a server may do with a round: speculate or not, and how much of each draft to verify.  NumPy.
+
+A policy is asked twice, so that it cannot look ahead: `policy(view)` before anything is drafted, and what that returns is
+asked for lengths [B] once the round's confidences [B, K] are known.  None = a round of plain decoding, which does not pay
+for the drafter; the other lengths do, however short.
+
+Prompts that a round reads besides are not in the costs that lengths are weighed by: every token emitted brings its share of
+reading with it, and a round whose reading counts as given makes drafted tokens look cheap beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.latency.cost_table import CostTable
+from specjax.schedule.verify_length import early_stop_lengths, fixed_budget_lengths, plan_budget, threshold_lengths
+
+
+class View(NamedTuple):
+    """What is known before a round drafts."""
+
+    table: CostTable
+    earlier: np.ndarray  # [B, K] confidences of an earlier round of each request, NaN where it had none
+    slots: np.ndarray  # [] cached tokens of all of them
+    rounds: int  # so far
+
+
+Lengths = Callable[[np.ndarray], np.ndarray]  # confidence [B, K] -> lengths [B]
+Policy = Callable[[View], Lengths | None]
+
+
+def plain() -> Policy:
+    """Never speculate."""
+    return lambda view: None
+
+
+def fixed(num_draft: int) -> Policy:
+    """Verify the first `num_draft` tokens of every draft."""
+    return lambda view: lambda confidence: np.full(len(confidence), min(num_draft, confidence.shape[1]), np.int32)
+
+
+def threshold(least: float) -> Policy:
+    """Verify each draft up to its first confidence below `least`."""
+    return lambda view: lambda confidence: threshold_lengths(confidence, np.asarray(least))
+
+
+def early_stop() -> Policy:
+    """Algorithm 1 with early stop, on this round's confidences."""
+    return lambda view: lambda confidence: early_stop_lengths(confidence, view.table, _all(confidence), view.slots)
+
+
+def fixed_budget(*, probe_every: int = 64) -> Policy:
+    """A budget from earlier confidences, given to the best tokens of this round; plain rounds where drafting does not pay.
+
+    Every `probe_every` rounds it drafts all the same, so that what it knows does not grow old.  A request that has not
+    drafted yet is taken for the mean of those that have; before there are any, for certain of everything.
+    """
+
+    def policy(view: View) -> Lengths | None:
+        unknown = np.isnan(view.earlier)
+        mean = np.where(unknown, 0, view.earlier).sum(0) / np.maximum((~unknown).sum(0), 1)
+        likely = np.where(unknown.all(0), 1, mean)
+        known = np.where(unknown, likely[None], view.earlier).astype(view.table.verify.dtype)
+        plan = plan_budget(known, view.table, _all(known), view.slots)
+        if plan.plain_rate >= plan.rate and view.rounds % probe_every:
+            return None
+        return lambda confidence: fixed_budget_lengths(confidence, plan.budget, _all(confidence))
+
+    return policy
+
+
+def _all(rows: np.ndarray) -> np.ndarray:
+    return np.ones(len(rows), bool)

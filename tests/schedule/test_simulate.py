@@ -1,0 +1,201 @@
+"""The simulator by hand, its books, and what loads do to policies."""
+
+import numpy as np
+import pytest
+
+from specjax.latency import rounds
+from specjax.latency.cost_table import cost_table
+from specjax.latency.hardware import HARDWARE
+from specjax.latency.roofline import Shape
+from specjax.schedule import policies, simulate
+from specjax.schedule.simulate import Server, Trace, Workload
+
+FLAT = cost_table([1, 2], [2.0, 2.0], requests=[1], draft=[1.0], dtype=np.float64)  # a pass takes 2 s, a draft 1 s
+BY_TOKEN = cost_table([1, 2], [1.0, 2.0], dtype=np.float64)  # a pass takes a second a token
+LLAMA_8B = Shape(vocab_size=128_256, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, hidden=14_336)
+
+
+def requests(*rows):
+    """Rows of (arrival, prompt, output)."""
+    arrival, prompt, output = zip(*rows, strict=True)
+    return Workload(np.asarray(arrival, float), np.asarray(prompt), np.asarray(output))
+
+
+def constant_trace(accepted, num_draft=3):
+    return Trace(np.full((4, num_draft), 0.5), np.full(4, accepted))
+
+
+def test_plain_decoding_by_hand():
+    made = simulate.simulate(requests((3.0, 1, 5)), constant_trace(3), Server(FLAT, 1), policies.plain())
+    assert (made.first[0], made.finish[0], made.throughput) == (5.0, 13.0, 0.5)
+    assert made.time_to_first[0] == 2 and made.user_speed[0] == 4 / 8
+    assert made.rounds.seconds.tolist() == [2.0] * 5 and made.rounds.verified.sum() == 0 and made.tau == 1
+
+
+@pytest.mark.parametrize(("verified", "emitted"), [(0, [1] * 8), (1, [2, 2, 2, 2]), (2, [3, 3, 2]), (3, [3, 3, 2])])
+def test_fixed_lengths_by_hand(verified, emitted):
+    """Two tokens would be accepted; eight are wanted.  Rounds take 3 s whatever is verified, and the draft is always paid for."""
+    made = simulate.simulate(requests((0.0, 1, 8)), constant_trace(2), Server(FLAT, 1), policies.fixed(verified))
+    assert made.rounds.emitted.tolist() == emitted and made.finish[0] == 3 * len(emitted)
+    assert made.rounds.accepted.tolist() == [min(verified, 2, e) for e in emitted]
+    assert made.rounds.verified.tolist() == [verified] * len(emitted)
+
+
+def test_prompts_are_read_in_chunks_beside_the_others():
+    """A has its prompt; B brings 11 tokens, 10 to read, 4 a round: A's rounds go on, 4 and 2 tokens longer."""
+    made = simulate.simulate(
+        requests((0, 1, 5), (0, 11, 2)), constant_trace(0), Server(BY_TOKEN, 2, prefill_chunk=4), policies.plain()
+    )
+    assert made.rounds.read.tolist() == [4, 4, 2, 0, 0]
+    assert made.rounds.seconds.tolist() == [5, 5, 3, 2, 2]
+    assert made.first.tolist() == [5, 15] and made.finish.tolist() == [17, 17]
+
+
+def test_those_who_find_no_slot_wait_in_turn():
+    made = simulate.simulate(requests((0, 1, 2), (0, 1, 2), (1, 1, 1)), constant_trace(0), Server(FLAT, 1), policies.plain())
+    assert made.finish.tolist() == [4, 8, 10] and made.rounds.waiting.tolist() == [0, 2, 1, 1, 0]
+
+
+def test_a_replica_sleeps_until_somebody_comes():
+    made = simulate.simulate(requests((0, 1, 1), (10, 1, 1)), constant_trace(0), Server(FLAT, 4), policies.plain())
+    assert made.finish.tolist() == [2, 12] and made.rounds.start.tolist() == [0, 10]
+
+
+def test_the_least_loaded_replica_is_chosen():
+    made = simulate.simulate(
+        requests((0, 1, 4), (0, 1, 1), (3, 1, 1)), constant_trace(0), Server(FLAT, 1, replicas=2), policies.plain()
+    )
+    assert made.finish.tolist() == [8, 2, 5]
+
+
+EVERY = {
+    "plain": policies.plain(),
+    "fixed": policies.fixed(7),
+    "threshold": policies.threshold(0.5),
+    "early stop": policies.early_stop(),
+    "fixed budget": policies.fixed_budget(),
+}
+
+
+def table(most, num_draft=7):
+    return rounds.roofline_table(
+        LLAMA_8B, rounds.block(LLAMA_8B, num_draft), HARDWARE["h100"], most_requests=most, most_draft=num_draft, overhead=2e-4
+    )
+
+
+def trace(seed=1, rounds=4096):
+    return simulate.made_up_trace(np.random.default_rng(seed), [0.85, 0.82, 0.8, 0.78, 0.76, 0.74, 0.72], rounds=rounds)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_books_balance(name, replicas):
+    workload = simulate.poisson(np.random.default_rng(0), 120, 60.0, prompt=80, output=30)
+    server = Server(table(8), 8, replicas=replicas, prefill_chunk=256)
+    made = simulate.simulate(workload, trace(), server, EVERY[name])
+    r = made.rounds
+    assert r.emitted.sum() == workload.output.sum() and r.read.sum() == (workload.prompt - 1).sum()
+    assert (made.first > workload.arrival).all() and (made.finish >= made.first).all()
+    assert r.requests.max() <= 8 and (r.accepted <= r.verified).all() and (r.emitted <= r.requests + r.accepted).all()
+    ends = r.start + r.seconds
+    overlaps = (r.start[None] < ends[:, None] - 1e-12) & (r.start[:, None] < ends[None] - 1e-12)
+    assert overlaps.sum(0).max() <= 2 * replicas and ends.max() == made.finish.max()
+    again = simulate.simulate(workload, trace(), server, EVERY[name])
+    np.testing.assert_array_equal(again.finish, made.finish)
+
+
+def test_tau_is_the_traces():
+    t = trace()
+    workload = simulate.backlog(np.random.default_rng(0), 40, prompt=1, output=400)
+    made = simulate.simulate(workload, t, Server(table(16), 16), policies.fixed(7))
+    assert made.tau == pytest.approx(1 + t.accepted.mean(), rel=0.03)
+    short = simulate.simulate(workload, t, Server(table(16), 16), policies.fixed(2))
+    assert short.tau == pytest.approx(1 + np.minimum(t.accepted, 2).mean(), rel=0.03)
+
+
+def test_throughput_of_plain_decoding_is_what_the_table_says():
+    costs = cost_table([1, 64], [0.010, 0.073], dtype=np.float64)  # 1 ms a token past 9
+    workload = simulate.backlog(np.random.default_rng(0), 200, prompt=1, output=20)
+    one = simulate.simulate(workload, constant_trace(0), Server(costs, 32), policies.plain())
+    assert one.steady_throughput == pytest.approx(32 / (0.010 + 0.063 * 31 / 63))
+    two = simulate.simulate(workload, constant_trace(0), Server(costs, 32, replicas=2), policies.plain())
+    assert two.steady_throughput == pytest.approx(one.steady_throughput) and two.throughput > 1.6 * one.throughput
+    idle = simulate.simulate(requests((0, 1, 3)), constant_trace(0), Server(costs, 32), policies.plain())
+    assert np.isnan(idle.steady_throughput)
+
+
+def test_a_policy_knows_earlier_confidences_only():
+    """Confidence r/100 in round r of the trace: before round r a policy knows that of round r - lag, and of a newcomer nothing."""
+    numbers = np.arange(100.0)[:, None] / 100
+    known, asked = [], []
+
+    def spy(view):
+        known.append(view.earlier[:, 0])
+
+        def lengths(confidence):
+            asked.append(confidence[:, 0])
+            return np.zeros(len(confidence), int)
+
+        return lengths
+
+    workload = requests((0, 1, 6), (5.9, 1, 4))  # the second comes during the second round of 3 s
+    server = Server(FLAT, 2, lag=2)
+    simulate.simulate(workload, Trace(numbers, np.zeros(100, int)), server, spy)
+    first = [round(x[0] * 100) for x in asked]
+    assert np.diff(first).tolist() == [1] * 5
+    assert [round(x[0] * 100) for x in known[2:]] == first[:4] and np.isnan([x[0] for x in known[:2]]).all()
+    newcomer = [x[1] for x in known if len(x) == 2]
+    assert np.isnan(newcomer[:2]).all() and round(newcomer[2] * 100) == round(asked[2][1] * 100)
+
+
+LOADS = (1, 16, 128, 512)
+
+
+@pytest.fixture(scope="module")
+def steady():
+    """Tokens a second by load and policy, an H100 decoding Llama-3-8B with a block drafter, calibrated confidences."""
+    t = trace()
+    result = {}
+    for slots in LOADS:
+        workload = simulate.backlog(np.random.default_rng(2), 20 + 4 * slots, prompt=60, output=60)
+        server = Server(table(slots), slots, prefill_chunk=4096)
+        result[slots] = {name: simulate.simulate(workload, t, server, p).steady_throughput for name, p in EVERY.items()}
+    return result
+
+
+def test_fixed_lengths_pay_for_one_user_and_cost_a_full_server(steady):
+    assert steady[1]["fixed"] > 2.5 * steady[1]["plain"] and steady[512]["fixed"] < 0.9 * steady[512]["plain"]
+
+
+@pytest.mark.parametrize("slots", LOADS)
+def test_schedules_follow_the_load(steady, slots):
+    """No load is slower than the better of plain and fixed lengths by more than 3 %; without the choice not to draft, 5 %."""
+    here = steady[slots]
+    assert here["fixed budget"] > 0.97 * max(here["plain"], here["fixed"])
+    assert here["early stop"] > 0.95 * max(here["plain"], here["fixed"])
+    assert here["early stop"] > 0.99 * max(here["fixed"], here["threshold"])
+
+
+def test_four_thousand_requests():
+    workload = simulate.backlog(np.random.default_rng(3), 4096, prompt=16, output=6)
+    made = simulate.simulate(workload, trace(), Server(table(4096), 4096, prefill_chunk=1 << 16), policies.early_stop())
+    assert made.rounds.requests.max() > 4000 and made.rounds.emitted.sum() == workload.output.sum()
+
+
+def test_made_up_confidences_are_right():
+    t = trace(rounds=1 << 15)
+    reached = t.accepted[:, None] >= np.arange(7)[None]
+    for low, high in ((0.3, 0.5), (0.7, 0.8), (0.9, 0.95)):
+        inside = reached & (t.confidence > low) & (t.confidence < high)
+        accepted = (t.accepted[:, None] > np.arange(7)[None])[inside]
+        assert accepted.mean() == pytest.approx(t.confidence[inside].mean(), abs=0.02)
+    stretches = t.confidence[:, 0].reshape(-1, 64)
+    assert stretches.mean(1).std() > 0.08  # requests differ
+
+
+def test_what_is_refused():
+    for bad in (requests((1, 1, 1), (0, 1, 1)), requests((0, 0, 1)), requests((0, 1, 0))):
+        with pytest.raises(ValueError, match="arrivals ascend"):
+            simulate.simulate(bad, constant_trace(0), Server(FLAT, 1), policies.plain())
+    with pytest.raises(ValueError, match="1 or more of each"):
+        simulate.simulate(requests((0, 1, 1)), constant_trace(0), Server(FLAT, 0), policies.plain())
