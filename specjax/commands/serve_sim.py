@@ -78,7 +78,7 @@ def at_load(command: ServeSim, setting: Setting, trace: Trace, concurrency: int)
         overhead=setting.overhead,
     )  # fmt: skip
     rng = np.random.default_rng(command.seed)
-    work = backlog(rng, max(3 * concurrency, 16), prompt=command.prompt, output=command.generated)
+    work = backlog(rng, max(6 * concurrency, 48), prompt=command.prompt, output=command.generated)
     rows = []
     for name in command.policies:
         server = Server(costs, slots, command.replicas)

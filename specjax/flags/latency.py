@@ -62,7 +62,7 @@ class ServeSim:
     config: Model
     """As for `latency`."""
     concurrency: Numbers = (1, 4, 16, 64, 256, 1024)
-    """Requests decoded at once; twice as many wait, and rates are those while no slot is empty."""
+    """Requests decoded at once; five times as many wait, and rates are those while no slot is empty."""
     policies: Names = ("plain", "fixed", "threshold", "early_stop", "fixed_budget")
     """How many drafted tokens are verified."""
     threshold: float = 0.5
