@@ -74,7 +74,7 @@ def confidence(draft: Draft, state: State) -> Array:
     else:
         raise ValueError("this drafter gives no confidence: put fitted margins (`fit_margins`) into the schedule")
     c = c if schedule.temperatures is None else temper(c, schedule.temperatures)
-    return jnp.where(draft.parents >= -1, c, 0)
+    return jnp.where(draft.parents >= -1, c.astype(jnp.float32), 0)
 
 
 def _check_chain(drafter: Drafter) -> None:

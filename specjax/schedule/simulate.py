@@ -56,6 +56,7 @@ class Rounds(NamedTuple):
     verified: np.ndarray  # drafted tokens in the target's pass
     accepted: np.ndarray
     emitted: np.ndarray
+    read: np.ndarray  # tokens of prompts
     waiting: np.ndarray  # requests that found no slot
 
 
@@ -87,7 +88,7 @@ class Report(NamedTuple):
 
     @property
     def user_speed(self) -> np.ndarray:
-        """[n] tokens a second that each user saw after the first; NaN for an output of one round."""
+        """[n] (tokens - 1) / (finish - first), one over vLLM's time per output token; NaN for an output of one round."""
         spent = self.finish - self.first
         return np.where(spent > 0, (self.tokens - 1) / np.where(spent > 0, spent, 1), np.nan)
 
@@ -183,7 +184,8 @@ class _Replica:
         seconds = float(pass_seconds(self.server.table, tokens, slots))
         if lengths is not None:
             seconds += float(draft_seconds(self.server.table, np.asarray(len(ready))))
-        self._emit(ready, lengths, now, seconds)
+        self.log.append((now, seconds, len(ready), *self._emit(ready, lengths, now + seconds), read[1], len(self.waiting)))
+        self.num_rounds += 1
         return now + seconds
 
     def _read(self) -> tuple[np.ndarray, int]:
@@ -212,19 +214,17 @@ class _Replica:
         self.history.append((ready[order], drafted[order]))
         return lengths(drafted.astype(self.server.table.verify.dtype))
 
-    def _emit(self, ready: np.ndarray, lengths: np.ndarray | None, now: float, seconds: float) -> None:
+    def _emit(self, ready: np.ndarray, lengths: np.ndarray | None, end: float) -> tuple[int, int, int]:
+        """Hand out what a round gives at its `end`: (verified, accepted, emitted) tokens."""
         verified = np.zeros(len(ready), int) if lengths is None else lengths
         accepted = np.minimum(self.trace.accepted[self.place[ready] % len(self.trace.accepted)], verified)
         emitted = np.minimum(accepted + 1, self.left[ready])
-        fresh = ready[self.left[ready] == self.workload.output[ready]]
-        self.first[fresh] = now + seconds
+        self.first[ready[self.left[ready] == self.workload.output[ready]]] = end
         self.left[ready] -= emitted
         self.context[ready] += emitted
         self.place[ready] += 1
-        self.finish[ready[self.left[ready] == 0]] = now + seconds
-        sums = (int(x.sum()) for x in (verified, np.minimum(accepted, emitted), emitted))
-        self.log.append((now, seconds, len(ready), *sums, len(self.waiting)))
-        self.num_rounds += 1
+        self.finish[ready[self.left[ready] == 0]] = end
+        return int(verified.sum()), int(np.minimum(accepted, emitted).sum()), int(emitted.sum())
 
 
 def _run(replicas: list[_Replica], events: list[tuple[float, int]], until: float) -> None:

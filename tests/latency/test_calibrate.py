@@ -94,6 +94,7 @@ def test_check_by_hand():
 def test_table_of_a_fit():
     verify, draft = calibrate.fit_pass(timings(target_pass)), calibrate.fit_draft(timings(draft_pass))
     table = calibrate.table_of(verify, draft, num_draft=4, most_requests=16, context=512, overhead=0.001)
+    assert table.per_slot == pytest.approx(2e-6 + 1e-7, rel=1e-3)
     for requests, tokens in ((1, 1), (1, 5), (4, 11), (16, 80)):
         slots = requests * 512
         whole = round_seconds(table, np.asarray(requests), np.asarray(tokens), np.asarray(slots))

