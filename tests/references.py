@@ -158,7 +158,7 @@ def enter(p, c, embedded, hidden, position, before):
 
 
 def extrapolate(p, c, embedded, hidden, position, before):
-    """`enter` of an EAGLE module; `hidden` has been fused."""
+    """`enter` of an EAGLE module; `hidden` has been fused, and an entry is one for each layer."""
     if c.wide:
         normed = rms(hidden, p["hidden_norm"])
         x = np.concatenate([rms(embedded, p["input_norm"]) if c.input_norm else embedded, normed])
@@ -167,11 +167,14 @@ def extrapolate(p, c, embedded, hidden, position, before):
         residual = np.concatenate([embedded, hidden]) @ p["fc"]["kernel"] + p["fc"]["bias"]
         x = rms(residual, p["input_norm"]) if c.input_norm else residual
         residual = x if c.norm_before_residual else residual
-    y, entry = attended(p["attention"], x, position, before)
-    x = residual + y
+    y, first = attended(p["attention"], x, position, [entry[0] for entry in before])
+    x, own = residual + y, [first]
     x = x + fed(p, x)
+    for i in range(1, c.layers):
+        x, more = layer(p[f"deeper_{i - 1}"], x, position, [entry[i] for entry in before])
+        own.append(more)
     last = rms(x, p["norm"]) if c.output_norm else x
-    return (last if c.norm_output else x), last, entry
+    return (last if c.norm_output else x), last, own
 
 
 def fused(p, c, features):

@@ -40,14 +40,24 @@ Kind = tuple[Callable[[Any], bool], str]
 WHOLE: Kind = is_whole, "a whole number from 1"
 NUMBER: Kind = is_number, "a number above 0"
 FLAG: Kind = lambda x: isinstance(x, bool), "true or false"
+TOKEN: Kind = lambda x: is_whole(x, 0), "a whole number from 0"
 IDS: Kind = are_ids, "a list of whole numbers from 0"
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("width", "heads", "kv_heads", "head_dim", "hidden", "num_draft", "vocab_size"), WHOLE),
+    **dict.fromkeys(("width", "heads", "kv_heads", "head_dim", "hidden", "num_draft", "vocab_size", "layers"), WHOLE),
     **dict.fromkeys(("norm_eps", "rope_theta"), NUMBER),
     **dict.fromkeys(("attention_bias", "qk_norm", "embedding_first", "recycle_normed"), FLAG),
     **dict.fromkeys(("wide", "fc_bias", "fc_norm", "norm_before_fc", "input_norm", "norm_before_residual"), FLAG),
-    **dict.fromkeys(("output_norm", "norm_output", "own_head"), FLAG),
+    **dict.fromkeys(("output_norm", "norm_output", "own_head", "masked", "own_embedding"), FLAG),
+    **dict.fromkeys(("mask_token", "conv_taps"), TOKEN),
+    **dict.fromkeys(("conv_group", "rank", "top_k"), WHOLE),
+    **dict.fromkeys(("embedding_scale", "output_multiplier"), NUMBER),
+    **dict.fromkeys(("anchor_first", "confidence", "confidence_markov"), FLAG),
+    "causal": (lambda x: x is None or isinstance(x, bool), "true, false or null"),
+    "window": (lambda x: x is None or is_whole(x), "a whole number from 1, or null"),
+    "softcap": (lambda x: x is None or is_number(x), "a number above 0, or null"),
+    "sliding": (lambda x: isinstance(x, list) and all(isinstance(i, bool) for i in x), "a list of true and false"),
+    "markov": (lambda x: isinstance(x, str), "text"),
     "rope_scaling": (is_scaling, "null, or a list of a factor, three numbers or nulls, and a list of numbers or null"),
     "taps": IDS,
     "vocabulary": (lambda x: x is None or (are_ids(x) and x != []), "a list of token ids"),

@@ -79,7 +79,7 @@ def read_json(file: Path, advice: str) -> Any:
 def given(weights: str | Path | None, method: str) -> Path:
     """The path of the weights; ValueError, which says what to train, where there is none."""
     if weights is None:
-        home = "eagle" if method.startswith("eagle") else method
+        home = "eagle" if "eagle" in method else "dflash" if method in ("dspark", "dflash2") else method
         raise ValueError(
             f"method {method!r} needs weights made for this target: train specjax.drafters.{home}.recipe and give weights="
             "DIRECTORY"

@@ -18,7 +18,7 @@ from flax import linen as nn
 
 from specjax import cache as kv
 from specjax.drafters.recipe import layout
-from specjax.models.layers import MLP, Attention, RMSNorm, RopeScaling, rope_frequencies, visible
+from specjax.models.layers import MLP, Attention, Columns, RMSNorm, RopeScaling, rope_frequencies, visible
 from specjax.types import Array, Drafter, KVCache, LanguageModel
 
 
@@ -72,7 +72,9 @@ def layer_drafter(
     )
 
 
-def block(c: Any, x: Array, k: Array, v: Array, at: Array, positions: Array, seen: Array) -> tuple[Array, Array, Array]:
+def block(
+    c: Any, x: Array, k: Array, v: Array, at: Array, positions: Array, seen: Array, columns: Columns | None = None
+) -> tuple[Array, Array, Array]:
     """A layer within a Linen module, under the names of a target's; `c` is a config with the fields of LayerConfig."""
     norm = functools.partial(RMSNorm, c.norm_eps)
     attention = Attention(
@@ -80,7 +82,7 @@ def block(c: Any, x: Array, k: Array, v: Array, at: Array, positions: Array, see
         bias=c.attention_bias, qk_norm=c.qk_norm, eps=c.norm_eps, name="attention",
     )  # fmt: skip
     frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-    y, k, v = attention(norm(name="attention_norm")(x), k, v, at, positions, frequency, seen)
+    y, k, v = attention(norm(name="attention_norm")(x), k, v, at, positions, frequency, seen, columns=columns)
     x = x + y
     return x + MLP(c.width, c.hidden, name="mlp")(norm(name="mlp_norm")(x)), k, v
 
@@ -91,8 +93,8 @@ class Layer(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x, k, v, at, positions, seen):
-        return block(self.config, x, k, v, at, positions, seen)
+    def __call__(self, x, k, v, at, positions, seen, columns=None):
+        return block(self.config, x, k, v, at, positions, seen, columns)
 
 
 def apply(config: LayerConfig, params, *inputs: Array) -> tuple[Array, Array, Array]:

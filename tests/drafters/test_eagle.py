@@ -14,6 +14,7 @@ from specjax.drafters import files, objectives, vocabulary
 from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.eagle import loss as eagle_loss
+from specjax.drafters.eagle import start as eagle_start
 from specjax.drafters.eagle import tree as eagle_tree
 from specjax.drafters.recipe import Batch
 from specjax.models.layers import Columns
@@ -30,6 +31,7 @@ VARIANTS = {
     **h.EAGLES,
     "eagle1, normed": h.EAGLES["eagle1"]._replace(input_norm=True, norm_before_residual=True, output_norm=True),
     "eagle3, one tap": h.EAGLES["eagle3"]._replace(taps=(0,), input_norm=False, fc_norm=True, own_head=False),
+    "eagle3, two layers": h.EAGLES["eagle3"]._replace(layers=2, qk_norm=True),
     "eagle3, hidden": h.EAGLES["eagle3"]._replace(taps=(), own_head=False),
 }
 each_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -38,7 +40,7 @@ each_variant = pytest.mark.parametrize("name", VARIANTS)
 @functools.cache
 def params_of(name, ids=None):
     """What training begins with, disturbed, so that nothing in it is zero."""
-    make = jax.jit(lambda key: eagle_head.params_init(h.TARGET, VARIANTS[name], ids, key, h.target_params()))
+    make = jax.jit(lambda key: eagle_start.params_init(h.TARGET, VARIANTS[name], ids, key, h.target_params()))
     leaves, treedef = jax.tree.flatten(make(jax.random.key(3)))
     rng = np.random.default_rng(4)
     return treedef.unflatten([x + jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves])
@@ -200,10 +202,10 @@ def test_R09_a_step_sees_the_true_entries_up_to_its_own_and_its_own_before_it(mo
 
     That keys are seen, and not only reached through what is recycled, shows in the columns: step j has those of 1 .. j - 1.
     """
-    counts, real = [], eagle_loss.step
+    counts, real, is_columns = [], eagle_loss.step, lambda x: isinstance(x, Columns)
 
     def counted(*inputs):
-        counts.extend(x.k.shape[3] for x in inputs if isinstance(x, Columns))
+        counts.extend(x.k.shape[3] for x in jax.tree.leaves(inputs, is_leaf=is_columns) if is_columns(x))
         return real(*inputs)
 
     monkeypatch.setattr(eagle_loss, "step", counted)
@@ -427,7 +429,7 @@ def test_the_rule_follows_the_tree(tmp_path):
 
 def test_a_module_begins_as_the_targets_last_layer():
     config, last = h.EAGLES["eagle3"], h.target_params()["layer_1"]
-    params = eagle_head.params_init(h.TARGET, config, IDS, jax.random.key(0), h.target_params())
+    params = eagle_start.params_init(h.TARGET, config, IDS, jax.random.key(0), h.target_params())
     equal = lambda a, b: jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
     assert equal(params["mlp"], last["mlp"]) and equal(params["mlp_norm"], last["mlp_norm"])
     assert equal(params["norm"], h.target_params()["norm"]) and equal(params["attention"]["out"], last["attention"]["out"])
@@ -440,7 +442,7 @@ def test_a_module_begins_as_the_targets_last_layer():
 def test_eagle_1_begins_with_the_sum_of_both():
     """What it gives is the feature plus the embedding, lifted to its size: the layer adds nothing yet."""
     config, batch = eagle_head.eagle1(h.CONFIG), text()
-    params = eagle_head.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
+    params = eagle_start.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
     embedded = h.TARGET.embed(h.target_params(), objectives.ahead(batch.tokens, 1))
     given = eagle_loss.unrolled(config, params, [embedded], features_of(config, batch.output), batch.segments)[0]
     size = float(jnp.sqrt(jnp.square(h.target_params()["embedding"]).mean()))
@@ -449,5 +451,5 @@ def test_eagle_1_begins_with_the_sum_of_both():
 
 def test_a_module_of_another_shape_begins_anew():
     config = eagle_head.eagle3(h.CONFIG, hidden=24)
-    params = eagle_head.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
+    params = eagle_start.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
     assert params["mlp"]["down"]["kernel"].shape == (24, 16) and not (params["mlp"]["down"]["kernel"] == 0).all()

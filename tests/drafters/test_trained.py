@@ -12,6 +12,7 @@ import pytest
 
 from specjax import decode, keys, load_drafter, sampling
 from specjax.drafters import files, hydra, medusa, parallel_heads
+from specjax.drafters.dflash import loss as block_loss
 from specjax.drafters.precision import is_matrix
 from specjax.drafters.recipe import Batch, with_output
 from specjax.drafters.siblings import SIBLINGS
@@ -101,7 +102,7 @@ def test_batch_mates_change_nothing(name):
 
 
 RULES_OF = {"blockwise": "rejection", "medusa": "target_match", "hydra": "recursive", "hydra, prefix": "recursive"}
-RULES_OF |= {"parallel_heads": "rejection", "mtp": "rejection", **dict.fromkeys(h.EAGLES, "rejection")}
+RULES_OF |= {"parallel_heads": "rejection", "mtp": "rejection", **dict.fromkeys((*h.EAGLES, "peagle", *h.BLOCKS), "rejection")}
 RULES_OF |= {"eagle1, static": "recursive", "eagle3, dynamic": "target_match"}
 IID = {"paths": medusa.chain_paths(K), "siblings": SIBLINGS["iid"]}
 CHAINS = {
@@ -110,11 +111,11 @@ CHAINS = {
     "hydra, prefix": hydra.hydra(h.TARGET, prefix=h.LAYER_CONFIG, **IID),
     "parallel_heads": parallel_heads.parallel_heads(h.TARGET, config=h.LAYER_CONFIG, **IID),
     "mtp": h.drafter("mtp"),
-    **{name: h.drafter(name) for name in h.EAGLES},
+    **{name: h.drafter(name) for name in (*h.EAGLES, "peagle", "dflash")},
 }
 SHARES = {"medusa": [0.8, 0.64, 0.512], "hydra": [0.8, 0.64, 0.512], "hydra, prefix": [0.8, 0.64, 0.512]}
 SHARES |= {"parallel_heads": [1 / 3] * 3, "mtp": np.asarray([1, 0.6, 0.36]) / 1.96}
-SHARES |= dict.fromkeys(h.EAGLES, [1, 0.8, 0.64])
+SHARES |= {**dict.fromkeys(h.EAGLES, [1, 0.8, 0.64]), "peagle": [1 / 3] * 3, "dflash": block_loss.shares(K, None)}
 
 
 @functools.cache
@@ -249,7 +250,7 @@ def test_saved_and_loaded_again(name, tmp_path):
     kinds = {(is_matrix(path, x), str(x.dtype)) for path, x in files.flat(half.params).items()}
     assert kinds <= {(True, "bfloat16"), (False, "float32")} and len(kinds) == 2
     assert half.card.extra_bytes < 0.6 * loaded.card.extra_bytes
-    if name not in ("mtp", *h.EAGLES):
+    if name not in ("mtp", "peagle", *h.EAGLES, *h.BLOCKS):
         with pytest.raises(ValueError, match="num_draft 4 > 3 heads"):
             load_drafter(method, TARGET_LM, num_draft=4, weights=h.saved(name))
 
@@ -264,7 +265,8 @@ def test_weights_that_do_not_fit_are_refused(name, tmp_path):
             load_drafter(method, lm, num_draft=K, weights=weights)
         assert "\n" not in str(error.value)
 
-    refused(f"train specjax.drafters.{'eagle' if name in h.EAGLES else method}.recipe", weights=None)
+    home = "eagle" if "eagle" in name else "dflash" if name in h.BLOCKS else method
+    refused(f"train specjax.drafters.{home}.recipe", weights=None)
     refused("no config.json", FileNotFoundError)
     config = json.loads((files.Path(h.saved(name)) / "config.json").read_text())
     files.save(tmp_path, h.trained(name), {**config, "method": "other"})

@@ -31,6 +31,11 @@ from specjax.types import Params
         ("eagle3", "rejection"),
         ("eagle3, dynamic", "target_match"),
         ("eagle3.1", "rejection"),
+        ("peagle", "rejection"),
+        ("dflash", "block"),
+        ("dflash, point", "target_match"),
+        ("dspark", "rejection"),
+        ("dflash2", "rejection"),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(name, rule):

@@ -1,1 +1,1 @@
-"""The EAGLE family: `drafter` proposes, `head` is the module, `loss` trains it, `tree` grows trees, `files` reads others'."""
+"""The EAGLE family: `drafter` and `parallel` propose, `head` is the module, `loss` trains it, `files` reads others'."""

@@ -24,6 +24,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.eagle import files as eagle_files
 from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.eagle import loss as eagle_loss
+from specjax.drafters.eagle import start as eagle_start
 from specjax.drafters.eagle import tree as eagle_tree
 from specjax.drafters.eagle.head import EagleConfig, features_of
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
@@ -40,7 +41,7 @@ class EagleState(NamedTuple):
     Invariant: with n committed tokens the cache holds the entries 0..n-2, of true features; rows past them are free.
     """
 
-    cache: KVCache  # one layer
+    cache: KVCache
     recycled: Array  # [B, D] what the module gave at entry n - 2, as it goes into the next; zeros where n = 1
     normed: Array  # [B, D] the same as the vocabulary head reads it
 
@@ -164,11 +165,11 @@ def entered(
     cache, own = state.cache, params.drafter
     positions = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     seen = visible(cache.length, positions, cache.k[0].shape[-1], None)
-    embedded, hidden = target.embed(params.target, tokens), eagle_head.fuse(config, own, features)
-    given, k, v = eagle_head.step(config, own, embedded, hidden, cache.k[0], cache.v[0], cache.length, positions, seen)
+    embedded, hidden = eagle_head.embed(target, config, params, tokens), eagle_head.fuse(config, own, features)
+    given, k, v = eagle_head.step(config, own, embedded, hidden, cache.k, cache.v, cache.length, positions, seen)
     last = jnp.maximum(count - 1, 0)[:, None]
     keep = lambda new, old: jnp.where((count > 0)[:, None], kv.take(new, last)[:, 0], old)
-    after = KVCache((k,), (v,), cache.length + count)
+    after = KVCache(k, v, cache.length + count)
     return EagleState(after, keep(given[0], state.recycled), keep(given[1], state.normed))
 
 
@@ -216,7 +217,7 @@ def recipe(
 
     drawn = SIBLINGS["iid" if paths is None else "without_replacement"]
     drafter = eagle(target, config=config, paths=paths or chain_paths(num_draft), siblings=drawn, vocabulary=vocabulary)
-    init = functools.partial(eagle_head.params_init, target, config, vocabulary)
+    init = functools.partial(eagle_start.params_init, target, config, vocabulary)
     return Recipe(init, loss, drafter, config.taps)
 
 
@@ -274,5 +275,5 @@ def read_module(lm, weights: str | None, method: str) -> tuple[eagle_files.Publi
         raise ValueError(f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target")
     size = lm.model.vocab_size if vocabulary is None else len(vocabulary)
     return eagle_files.Published(
-        config, vocabulary, files.read_params(path, lambda shapes: eagle_head.like(config, size))
+        config, vocabulary, files.read_params(path, lambda shapes: eagle_head.like(config, size, lm.model.vocab_size))
     ), saved

@@ -24,26 +24,35 @@ Q, K, GATE, AFTER = f"{ATTENTION}.q_proj", f"{ATTENTION}.k_proj", "layers.0.mlp.
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "pard_token_id")
+"""Where publishers say which token's embedding stands for one that is not known."""
+
+P_EAGLE, DEEP = "P-EAGLE, which drafts in one pass (method peagle)", "a module of several layers"
+OWN_TO = {"peagle": (P_EAGLE, DEEP)}
+"""What is refused of all methods but one."""
+
 REFUSED_TENSORS = {
     r"\.kv_a_proj|\.kv_b_proj|\.q_a_proj": "multi-head latent attention",
     r"\.mlp\.(experts|shared_experts?|router|gate)\.": "a mixture of experts",
-    r"^mask_(hidden|embed)": "P-EAGLE, which drafts in one pass",
-    r"^layers\.[1-9]": "a module of several layers",
+    r"^mask_(hidden|embed)": P_EAGLE,
+    r"^layers\.[1-9]": DEEP,
     r"^parallel_draft|medusa": "several tokens a pass",
     r"(_scale|_scale_inv|_packed|qweight|qzeros|absmax)$": "a quantised checkpoint",
 }
 
-REFUSED_FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "speculators_model_type": (lambda x: x != "eagle3", "another method"),
-    "architectures": (lambda x: "PEagle" in str(x) or "Deepseek" in str(x), "P-EAGLE or multi-head latent attention"),
-    "quantization_config": (bool, "a quantised checkpoint"),
-    "hidden_act": (lambda x: x not in ("silu", "swish"), "another activation"),
-    "use_sliding_window": (bool, "a sliding window"),
-    "layer_types": (lambda x: "sliding" in str(x), "a sliding window"),
-    **dict.fromkeys(("mask_token_id", "ptd_token_id", "pard_token_id"), (lambda x: True, "P-EAGLE, which drafts in one pass")),
-    "parallel_draft_step": (lambda x: x != 1, "several tokens a pass"),
-    "use_mtp_layernorm": (bool, "norms of a multi-token-prediction module"),
-}
+REFUSED_FACTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("speculators_model_type", lambda x: x == "peagle", P_EAGLE),
+    ("speculators_model_type", lambda x: x not in ("eagle3", "peagle"), "another method"),
+    ("architectures", lambda x: "PEagle" in str(x), P_EAGLE),
+    ("architectures", lambda x: "Deepseek" in str(x), "multi-head latent attention"),
+    ("quantization_config", bool, "a quantised checkpoint"),
+    ("hidden_act", lambda x: x not in ("silu", "swish"), "another activation"),
+    ("use_sliding_window", bool, "a sliding window"),
+    ("layer_types", lambda x: "sliding" in str(x), "a sliding window"),
+    *((name, lambda x: True, P_EAGLE) for name in MASKS),
+    ("parallel_draft_step", lambda x: x != 1, "several tokens a pass"),
+    ("use_mtp_layernorm", bool, "norms of a multi-token-prediction module"),
+)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -61,18 +70,19 @@ def read_facts(path: Path) -> dict[str, Any]:
     return {name: x for name, x in flat.items() if x is not None}
 
 
-def refuse(path: Path, said: Mapping[str, Any], tensors: Tensors) -> None:
-    """ValueError, with the reason, for what is known and not supported, and for what is no EAGLE module at all."""
-    faults = [f"{what} ({n})" for pattern, what in REFUSED_TENSORS.items() for n in tensors if re.search(pattern, n)]
-    faults += [f"{what} ({n} {said[n]!r})" for n, (bad, what) in REFUSED_FACTS.items() if n in said and bad(said[n])]
+def refuse(path: Path, said: Mapping[str, Any], tensors: Tensors, method: str) -> None:
+    """ValueError, with the reason, for what a method does not support, and for what is no EAGLE module at all."""
+    own = OWN_TO.get(method, ())
+    found = [(what, n) for pattern, what in REFUSED_TENSORS.items() for n in tensors if re.search(pattern, n)]
+    found += [(what, f"{n} {said[n]!r}") for n, bad, what in REFUSED_FACTS if n in said and bad(said[n])]
+    faults = [f"{what} ({where})" for what, where in found if what not in own]
     sizes = {"float32", "float16", "bfloat16"}
     maps = ("d2t", "t2d")
     faults += [f"{n} of {x.ndim} dimensions" for n, x in tensors.items() if x.ndim not in (1, 2)]
     faults += [f"{n} in {x.dtype}" for n, x in tensors.items() if n not in maps and x.dtype.name not in sizes]
     if faults:
-        raise ValueError(
-            f"{path}: {faults[0]} is not supported: specjax reads EAGLE-1, EAGLE-3 and 3.1 of one Llama-like layer"
-        )
+        known = "EAGLE-1, EAGLE-3 and 3.1 of one Llama-like layer, P-EAGLE of several"
+        raise ValueError(f"{path}: {faults[0]} is not supported: specjax reads {known}")
     lacking = [f"{n}.weight" for n in (Q, K, GATE, AFTER) if f"{n}.weight" not in tensors]
     if lacking:
         raise ValueError(f"{path}: no {', '.join(lacking)}: these are not the weights of an EAGLE module")
@@ -121,7 +131,18 @@ def config_of(path: Path, said: Mapping[str, Any], tensors: Tensors, target: Lan
         norm_output=flag("norm_output"),
         # speculators takes the target's rows where there is no head; the others always have one in EAGLE-3
         own_head=there("lm_head") or (wide and "speculators_model_type" not in said),
+        layers=1 + max((int(n.split(".")[1]) for n in tensors if re.match(r"layers\.\d+\.", n)), default=0),
+        masked="mask_hidden" in tensors or any(name in said for name in MASKS),
     )
+
+
+def mask_of(path: Path, said: Mapping[str, Any], target: LanguageModel) -> int:
+    """The token whose embedding a mask has; ValueError where it is not said, or none of the target's."""
+    ids = {fact(path, said, name, facts.TOKEN) for name in MASKS if name in said}
+    if len(ids) != 1 or max(ids) >= target.vocab_size:
+        found, wanted = sorted(ids) or "nothing", f"one of the target's {target.vocab_size} tokens"
+        raise ValueError(f"{path / 'config.json'}: of a mask's token {', '.join(MASKS)} say {found}: {wanted} is needed")
+    return ids.pop()
 
 
 def heads_of(path: Path, said: Mapping[str, Any], tensors: Tensors) -> tuple[int, int]:

@@ -6,7 +6,8 @@ r"""EAGLE modules as they are published -> ours, and ours -> speculators' layout
     speculators  layers.0.*; speculators_model_type, transformer_layer_config     that number + 1: an index of hidden_states
 
 Whatever tensors can tell is taken from them; config.json is asked for the rest.  The embedding is the target's own in all
-of these: one in the file must be its copy.  Offsets d2t, and t2d beside them, give the draft vocabulary.
+of these: one in the file must be its copy, but of P-EAGLE, which trains it.  There one of its rows, mask_token_id (vLLM:
+pard_token, ptd_token_id), is the mask's.  Offsets d2t, and t2d beside them, give the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,20 +26,18 @@ from safetensors.numpy import save_file
 from specjax.drafters import facts, files
 from specjax.drafters.eagle import head
 from specjax.drafters.eagle.facts import (
-    AFTER,
     ATTENTION,
-    GATE,
     IDS,
-    K,
-    Q,
     Tensors,
     config_of,
     fact,
+    mask_of,
     read_facts,
     refuse,
     rope_of,
 )
 from specjax.drafters.eagle.head import EagleConfig
+from specjax.drafters.eagle.naming import MASK, join, split
 from specjax.drafters.vocabulary import Ids, check, narrowed, offsets
 from specjax.types import LanguageModel
 
@@ -50,21 +49,6 @@ class Published(NamedTuple):
     vocabulary: Ids | None
     params: dict[str, Any]
 
-
-NAMES = {  # of ours: the published ones that are laid side by side in it
-    "fc": ("fc",),
-    "fused_norm": ("input_norm",),
-    "input_norm": ("layers.0.input_layernorm",),
-    "hidden_norm": ("layers.0.hidden_norm",),
-    "attention/qkv": (Q, K, f"{ATTENTION}.v_proj"),
-    "attention/q_norm": (f"{ATTENTION}.q_norm",),
-    "attention/k_norm": (f"{ATTENTION}.k_norm",),
-    "attention/out": (f"{ATTENTION}.o_proj",),
-    "mlp_norm": (AFTER,),
-    "mlp/gate_up": (GATE, "layers.0.mlp.up_proj"),
-    "mlp/down": ("layers.0.mlp.down_proj",),
-    "norm": ("norm",),
-}
 
 LEFT_OUT = re.compile(r"(^|\.)inv_freq$|^verifier_(norm|lm_head)\.weight$")  # buffers, and copies that only training reads
 
@@ -85,15 +69,16 @@ def read(path: Path, lm: Any, method: str) -> Published:
       FileNotFoundError: no config.json.
     """
     said, tensors = read_facts(path), read_tensors(path)
-    refuse(path, said, tensors)
+    refuse(path, said, tensors, method)
     ids, order = vocabulary_of(path, tensors, said, lm.model)
     config = config_of(path, said, tensors, lm.model)
-    if "embed_tokens.weight" in tensors:
+    if config.masked:
+        config = with_mask(tensors, mask_of(path, said, lm.model), lm, config)
+    elif "embed_tokens.weight" in tensors:
         check_embedding(path, tensors.pop("embed_tokens.weight"), lm, config)
-    bias = tensors.get(f"{ATTENTION}.o_proj.bias")
-    if bias is not None and not bias.any():  # what a config with attention_bias makes of one that has none
-        del tensors[f"{ATTENTION}.o_proj.bias"]
-    tree = head.like(config, lm.model.vocab_size if ids is None else len(ids))
+    for name in [n for n, x in tensors.items() if n.endswith("self_attn.o_proj.bias") and not x.any()]:
+        del tensors[name]  # what a config with attention_bias makes of one that has none
+    tree = head.like(config, lm.model.vocab_size if ids is None else len(ids), lm.model.vocab_size)
     blank = lambda x: np.broadcast_to(np.float32(0), x.shape)
     parts = {own: split(config, own, blank(x)) for own, x in files.flat(tree).items()}
     files.check_tensors(path, {name: x.shape for part in parts.values() for name, x in part.items()}, tensors)
@@ -102,6 +87,7 @@ def read(path: Path, lm: Any, method: str) -> Published:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     leaves = [join(config, own, [tensors[name] for name in part]) for own, part in parts.items()]
     found = "eagle1" if not config.wide else "eagle3.1" if config.fc_norm or config.norm_output else "eagle3"
+    found = "peagle" if config.masked else found
     if found != method:
         raise ValueError(f"{path} holds a drafter of method {found!r} != {method!r}: load it as what it is")
     return Published(config, ids, jax.tree.unflatten(jax.tree.structure(tree), [jnp.asarray(x) for x in leaves]))
@@ -116,7 +102,7 @@ def read_tensors(path: Path) -> Tensors:
             if plain in found:
                 raise ValueError(f"{file}: a second {plain}: remove the files that do not belong to the module")
             if not LEFT_OUT.search(plain):
-                found[plain] = x
+                found[plain] = x.ravel() if plain == "mask_hidden" else x
     return found
 
 
@@ -145,13 +131,30 @@ def vocabulary_of(
 
 
 def check_embedding(path: Path, theirs: np.ndarray, lm: Any, config: EagleConfig) -> None:
-    """ValueError for an embedding that is not the target's: within rounding, and where a norm follows, to a factor."""
-    own = embedding(lm)
-    factor = np.float32(1 if config.wide and config.input_norm else getattr(lm.config, "embed_scale", 1.0))
-    same = theirs.shape == own.shape and np.allclose(theirs.astype(np.float32), own * factor, rtol=2.0**-7, atol=1e-6)
-    if not same:  # two roundings to bfloat16 lie within 2**-7
-        raise ValueError(f"{path}: embed_tokens.weight {list(theirs.shape)} is not the target's embedding {list(own.shape)}:"
+    """ValueError for an embedding that is not the target's."""
+    shape = [lm.model.vocab_size, lm.model.width]
+    if list(theirs.shape) != shape or not same_rows(theirs, lm, config).all():
+        raise ValueError(f"{path}: embed_tokens.weight {list(theirs.shape)} is not the target's embedding {shape}:"
                          " a drafter with an embedding of its own is not supported")  # fmt: skip
+
+
+def same_rows(theirs: np.ndarray, lm: Any, config: EagleConfig) -> np.ndarray:
+    """Which rows [V] of an embedding are the target's: within rounding, and where a norm follows, to a factor."""
+    factor = np.float32(1 if config.wide and config.input_norm else getattr(lm.config, "embed_scale", 1.0))
+    near = np.isclose(theirs.astype(np.float32), embedding(lm) * factor, rtol=2.0**-7, atol=1e-6)  # two roundings to bfloat16
+    return near.min(-1)
+
+
+def with_mask(tensors: Tensors, mask: int, lm: Any, config: EagleConfig) -> EagleConfig:
+    """The config of a module with a mask, whose row is set apart; the other rows are left out if they are the target's."""
+    theirs = tensors.get("embed_tokens.weight", embedding(lm))
+    if theirs.shape != (lm.model.vocab_size, lm.model.width):
+        return config._replace(own_embedding=True)  # which does not fit: `check_tensors` says so
+    tensors[MASK] = theirs[mask]
+    if np.delete(same_rows(theirs, lm, config), mask).all():
+        tensors.pop("embed_tokens.weight", None)
+        return config
+    return config._replace(own_embedding=True)
 
 
 def embedding(lm: Any) -> np.ndarray:
@@ -161,48 +164,17 @@ def embedding(lm: Any) -> np.ndarray:
 
 
 def sharpened(tensors: Tensors, gain: float) -> Tensors:
-    """What makes queries of, in float32: with YaRN's factor on scores folded in."""
-    norm = f"{ATTENTION}.q_norm.weight"
-    names = [norm] if norm in tensors else [f"{Q}.weight", f"{Q}.bias"]
-    return {n: tensors[n].astype(np.float32) * np.float32(gain) for n in names if n in tensors and gain != 1}
-
-
-# One of our parameters <-> published tensors, [out, in] for matrices.
-
-
-def split(config: EagleConfig, path: str, x: np.ndarray) -> Tensors:
-    """A parameter by our path as published tensors by name."""
-    module, _, kind = path.rpartition("/")
-    if not module:
-        return {"lm_head.weight": x.T}
-    y, ending = x.T, "bias" if kind == "bias" else "weight"
-    if module == "attention/qkv":  # each KV head's query heads, then its k, then its v
-        by_head = y.reshape(config.kv_heads, -1, config.head_dim, *y.shape[1:])
-        parts = [part.reshape(-1, *y.shape[1:]) for part in (by_head[:, :-2], by_head[:, -2], by_head[:, -1])]
-    else:
-        parts = np.split(y, 2) if module == "mlp/gate_up" else [y]
-    return {f"{name}.{ending}": part for name, part in zip(published(module), parts, strict=True)}
-
-
-def join(config: EagleConfig, path: str, parts: list[np.ndarray]) -> np.ndarray:
-    """The inverse of `split`; norms and biases in float32, and matrices too unless they are bfloat16."""
-    kept = lambda x: x if x.dtype.name == "bfloat16" and x.ndim > 1 else x.astype(np.float32)
-    if path.startswith("attention/qkv"):
-        parts = [x.reshape(config.kv_heads, -1, config.head_dim, *x.shape[1:]) for x in parts]
-        return kept(np.concatenate(parts, 1).reshape(-1, *parts[0].shape[3:]).T)
-    return kept(np.concatenate(parts).T)
-
-
-def published(module: str) -> tuple[str, ...]:
-    """The names of one of our modules."""
-    return NAMES.get(module) or (re.sub(r"^fc_norm_(\d+)$", r"fc_norm.\1", module),)
+    """What makes queries, in float32: with YaRN's factor on scores folded in."""
+    kind = "q_norm" if f"{ATTENTION}.q_norm.weight" in tensors else "q_proj"
+    names = [n for n in tensors if f".self_attn.{kind}." in n and gain != 1]
+    return {n: tensors[n].astype(np.float32) * np.float32(gain) for n in names}
 
 
 def save_speculators(
     directory: str | Path, params: Mapping[str, Any], config: EagleConfig, lm: Any, *, vocabulary: Ids | None = None,
-    num_draft: int = 3, verifier: str | None = None,
+    num_draft: int = 3, verifier: str | None = None, mask_token: int | None = None,
 ) -> None:  # fmt: skip
-    """Write an EAGLE-3 or 3.1 module so that speculators, and vLLM through it, can load it; `read` gives it back.
+    """Write an EAGLE-3, 3.1 or P-EAGLE module so that speculators, and vLLM through it, can load it; `read` gives it back.
 
     What is the target's, its embedding and the columns of a shared vocabulary head, is written out: where they are missing,
     speculators 0.9 beside transformers 5.24 takes random ones.
@@ -215,28 +187,37 @@ def save_speculators(
       vocabulary: the ids that are drafted; all unless given.
       num_draft: K, which the file suggests to its readers.
       verifier: the target's name or path as readers will find it.
+      mask_token: of P-EAGLE, the token whose row of the embedding becomes the mask's: one that no text has.
 
     Raises:
       ValueError: a module that the layout cannot hold.
     """
-    layer = layer_facts(config, lm)
+    layer, kind = layer_facts(config, lm), "peagle" if config.masked else "eagle3"
+    if config.masked != (mask_token is not None) or not 0 <= (mask_token or 0) < lm.model.vocab_size:
+        wanted = f"one of the target's {lm.model.vocab_size} tokens" if config.masked else "None: it has no mask"
+        raise ValueError(f"mask_token {mask_token} of a module of kind {kind}: give {wanted}")
     tensors = {
         name: x for path, leaf in files.flat(params).items() for name, x in split(config, path, np.asarray(leaf)).items()
     }
     if not config.own_head:
         source = lm.model if vocabulary is None else narrowed(lm.model, vocabulary)
         tensors["lm_head.weight"] = np.asarray(source.unembed(lm.params, jnp.eye(config.width))).T
-    tensors["embed_tokens.weight"] = embedding(lm).astype(tensors[f"{ATTENTION}.o_proj.weight"].dtype)
-    if config.attention_bias:
-        tensors[f"{ATTENTION}.o_proj.bias"] = np.zeros(config.width, np.float32)
+    rows = tensors.get("embed_tokens.weight", embedding(lm)).astype(tensors[f"{ATTENTION}.o_proj.weight"].dtype)
+    if mask_token is not None:
+        rows[mask_token] = tensors.pop(MASK)
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    tensors["embed_tokens.weight"] = rows
+    for i in range(config.layers if config.attention_bias else 0):
+        tensors[f"layers.{i}.self_attn.o_proj.bias"] = np.zeros(config.width, np.float32)
     if vocabulary is not None:
         tensors |= {"d2t": offsets(vocabulary), "t2d": np.isin(np.arange(lm.model.vocab_size), vocabulary)}
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_draft, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     said = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if config.masked else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
+        **({"mask_token_id": mask_token} if config.masked else {}),
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier, "architectures": []},
@@ -245,7 +226,7 @@ def save_speculators(
         "draft_vocab_size": lm.model.vocab_size if vocabulary is None else len(vocabulary),
         IDS: [i + 1 for i in config.taps],
         **{name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
-        "embed_requires_grad": False,
+        "embed_requires_grad": config.own_embedding,
         "tie_word_embeddings": False,
     }
     directory = Path(directory)
@@ -261,6 +242,8 @@ def layer_facts(config: EagleConfig, lm: Any) -> dict[str, Any]:
     scaling, c = config.rope_scaling, config
     faults = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name) != x]
     faults += [f"features of {len(c.taps)} layers"] if len(c.taps) < 2 else []
+    faults += [f"{c.layers} layers of a module without a mask"] if c.layers > 1 and not c.masked else []
+    faults += ["an embedding of its own beside no mask"] if c.own_embedding and not c.masked else []
     faults += ["fc_norm beside norm_before_fc"] if c.fc_norm and c.norm_before_fc else []
     faults += ["rotary scaling by given factors"] if scaling is not None and scaling.factors is not None else []
     if faults:
@@ -274,7 +257,7 @@ def layer_facts(config: EagleConfig, lm: Any) -> dict[str, Any]:
         "vocab_size": lm.model.vocab_size,
         "hidden_size": c.width,
         "intermediate_size": c.hidden,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,

@@ -4,9 +4,11 @@ r"""The module of the EAGLE family, and the flags by which published ones differ
     EAGLE-3      features of several layers ──fc──► g_t, at true entries alone
                  [norm E(x_{t+1}); norm g_t] ─► attention over 2 D ─► + g_t ─► norm, feed-forward ─► + ─► r ─norm─► head
     EAGLE 3.1    a norm on each feature, and what is recycled is norm(r), which does not grow from step to step
+    P-EAGLE      EAGLE-3 with more layers on top of the first, which are like a target's; nothing is recycled: in place of
+                 tokens that are not known yet it reads a mask, a feature and an embedding that are learnt
 
 f_t is the target's last hidden state.  EAGLE: Li et al., arXiv 2401.15077; EAGLE-3: 2503.01840; 3.1: the attention drift of
-2605.09992.
+2605.09992; P-EAGLE: 2602.01469.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from flax import linen as nn
 
 from specjax import cache as kv
 from specjax.drafters import files
-from specjax.drafters.layer import LayerConfig, config_of, taken_over
+from specjax.drafters.layer import Layer, LayerConfig, config_of
 from specjax.drafters.vocabulary import Ids, narrowed
 from specjax.models.layers import MLP, Attention, Columns, Linear, RMSNorm, RopeScaling, matmul, rope_frequencies
 from specjax.types import Array, KVCache, LanguageModel, Output, Params
+
+Layers = tuple[Array, ...]
+"""Keys or values, an array a layer."""
 
 
 class EagleConfig(NamedTuple):
@@ -50,6 +55,9 @@ class EagleConfig(NamedTuple):
     output_norm: bool = True  # before the vocabulary head
     norm_output: bool = False  # what is recycled: after that norm (EAGLE 3.1), or before it
     own_head: bool = False  # a vocabulary head of its own, or the target's
+    layers: int = 1  # that one, and others on top of it
+    masked: bool = False  # it has a mask (P-EAGLE)
+    own_embedding: bool = False  # an embedding of its own, or the target's
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -78,6 +86,11 @@ def eagle31(target_config: Any, **flags) -> EagleConfig:
     return eagle3(target_config, **{"fc_norm": True, "norm_output": True, **flags})
 
 
+def peagle(target_config: Any, **flags) -> EagleConfig:
+    """P-EAGLE's, of four layers as in the paper; there the embedding is trained too."""
+    return eagle3(target_config, **{"layers": 4, "masked": True, **flags})
+
+
 def shaped(target_config: Any, preset: Mapping[str, Any], flags: Mapping[str, Any]) -> EagleConfig:
     """A config from the target's, a preset and what replaces either; ValueError where it cannot be."""
     layer = config_of(target_config, **{n: x for n, x in flags.items() if n in LayerConfig._fields})
@@ -89,7 +102,7 @@ def shaped(target_config: Any, preset: Mapping[str, Any], flags: Mapping[str, An
 
 
 class Eagle(nn.Module):
-    """Two functions of the same parameters: features -> what a true entry starts from, and one step of the recursion."""
+    """Functions of the same parameters: features -> what a true entry starts from, one step of the recursion, the mask."""
 
     config: EagleConfig
 
@@ -112,6 +125,11 @@ class Eagle(nn.Module):
         self.mlp_norm, self.mlp = norm(), MLP(c.width, c.hidden)
         if c.output_norm:
             self.norm = norm()
+        self.deeper = [Layer(cast(Any, c)) for _ in range(c.layers - 1)]
+        if c.masked:
+            drawn = nn.initializers.normal(1.0)
+            self.mask_hidden = self.param("mask_hidden", drawn, ((len(c.taps) or 1) * c.width,))
+            self.mask_embedding = self.param("mask_embedding", drawn, (c.width,))
 
     def fuse(self, features: Array) -> Array:
         """features [B, T, M, D] -> g [B, T, D]."""
@@ -122,9 +140,16 @@ class Eagle(nn.Module):
         x = self.fused_norm(x) if c.norm_before_fc else x
         return self.fc(x) if c.wide and len(parts) > 1 else x
 
+    def mask(self):
+        """What the module reads in place of a token that is not known: its embedding and its g, each [D]."""
+        return self.mask_embedding, self.fuse(self.mask_hidden.reshape(1, 1, -1, self.config.width))[0, 0]
+
     def step(self, embedded, hidden, k, v, at, positions, seen, columns=None):
-        """embedded, hidden [B, T, D] -> ((recycled, normed) [B, T, D], k, v); the rest is as `layers.Attention` has it."""
-        c = self.config
+        """embedded, hidden [B, T, D] -> ((recycled, normed) [B, T, D], k, v).
+
+        k, v and columns have an entry for each layer; for the rest see `layers.Attention`.
+        """
+        c, columns = self.config, columns or (None,) * self.config.layers
         entering = (lambda x: self.input_norm(x)) if c.input_norm else lambda x: x
         if c.wide:
             normed = self.hidden_norm(hidden)
@@ -134,11 +159,14 @@ class Eagle(nn.Module):
             x = entering(residual)
             residual = x if c.norm_before_residual else residual
         frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        y, k, v = self.attention(x, k, v, at, positions, frequency, seen, columns=columns)
-        x = residual + y
+        y, *first = self.attention(x, k[0], v[0], at, positions, frequency, seen, columns=columns[0])
+        x, kept = residual + y, [first]
         x = x + self.mlp(self.mlp_norm(x))
+        for i, layer in enumerate(self.deeper, 1):
+            x, *more = layer(x, k[i], v[i], at, positions, seen, columns[i])
+            kept.append(more)
         normed = self.norm(x) if c.output_norm else x
-        return (normed if c.norm_output else x, normed), k, v
+        return (normed if c.norm_output else x, normed), *map(tuple, zip(*kept, strict=True))
 
     def __call__(self, features, embedded, *rest):
         return self.step(embedded, self.fuse(features), *rest)
@@ -154,42 +182,41 @@ def fuse(config: EagleConfig, params, features: Array) -> Array:
     return cast(Any, Eagle(config).apply({"params": params}, features, method="fuse"))
 
 
+def mask(config: EagleConfig, params) -> tuple[Array, Array]:
+    """`Eagle.mask` as a function."""
+    return cast(Any, Eagle(config).apply({"params": params}, method="mask"))
+
+
 def step(
-    config: EagleConfig, params, embedded: Array, hidden: Array, k: Array, v: Array, at: Array, positions: Array, seen: Array,
-    columns: Columns | None = None,
-) -> tuple[tuple[Array, Array], Array, Array]:  # fmt: skip
+    config: EagleConfig, params, embedded: Array, hidden: Array, k: Layers, v: Layers, at: Array, positions: Array, seen: Array,
+    columns: tuple[Columns, ...] | None = None,
+) -> tuple[tuple[Array, Array], Layers, Layers]:  # fmt: skip
     """`Eagle.step` as a function."""
     inputs = (embedded, hidden, k, v, at, positions, seen, columns)
     return cast(Any, Eagle(config).apply({"params": params}, *inputs, method="step"))
 
 
 def empty_cache(config: EagleConfig, batch: int, capacity: int) -> KVCache:
-    """A cache of one layer."""
-    return kv.allocate(layers=1, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim, capacity=capacity)
+    """A cache of the module's layers."""
+    return kv.allocate(layers=config.layers, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim, capacity=capacity)
 
 
-# Parameters: those of the Linen module, and {"head": [D, n]} beside them where the vocabulary head is its own.
+# Parameters: those of the Linen module, and beside them what is its own: {"head": [D, n]}, {"embedding": [V, D]}.
 
 
 def module_init(config: EagleConfig, key) -> dict[str, Any]:
-    """The Linen module's parameters as flax draws them, without a head."""
+    """The Linen module's parameters as flax draws them, without head and embedding."""
     one, at = jnp.zeros((1, 1, config.width)), jnp.zeros((1, 1), jnp.int32)
     features, cache = jnp.zeros((1, 1, len(config.taps) or 1, config.width)), empty_cache(config, 1, 1)
-    rest = (cache.k[0], cache.v[0], at[0], at, at[:, None] == 0)
+    rest = (cache.k, cache.v, at[0], at, at[:, None] == 0)
     return cast(Any, Eagle(config).init(key, features, one, *rest)["params"])
 
 
-def params_init(
-    target: LanguageModel, config: EagleConfig, vocabulary: Ids | None, key, target_params: Any
-) -> dict[str, Any]:  # fmt: skip
-    """Parameters as training begins: see `started`; a head of its own begins as the target's."""
-    every = target.embed(target_params, jnp.arange(target.vocab_size))
-    size = jnp.sqrt(jnp.square(every).mean() + 1e-12)
-    params = started(config, module_init(config, key), target_params, target.num_layers - 1, size)
-    if not config.own_head:
-        return params
-    source = target if vocabulary is None else narrowed(target, vocabulary)
-    return {**params, "head": source.unembed(target_params, jnp.eye(target.width))}
+def embed(target: LanguageModel, config: EagleConfig, params: Params, tokens: Array) -> Array:
+    """What the module reads of tokens [...]: [..., D], float32."""
+    if config.own_embedding:
+        return params.drafter["embedding"][tokens].astype(jnp.float32)
+    return target.embed(params.target, tokens)
 
 
 def few_logits(target: LanguageModel, config: EagleConfig, vocabulary: Ids | None, params: Params, normed: Array) -> Array:
@@ -200,45 +227,6 @@ def few_logits(target: LanguageModel, config: EagleConfig, vocabulary: Ids | Non
     return source.unembed(params.target, normed)
 
 
-def started(config: EagleConfig, own: Mapping[str, Any], target_params: Any, last: int, size: Array) -> dict[str, Any]:
-    """Parameters as training begins: the target's layer `last` and final norm, where their shapes are its own.
-
-    fc begins as the identity on the highest feature, and of EAGLE-1 on the sum of feature and embedding, which is of `size`.
-    What a layer adds begins as zero unless it is added to a state of the size that it has in the target.
-    """
-    known = target_params if isinstance(target_params, Mapping) else {}
-    donor = {**known.get(f"layer_{last}", {}), **{n: known[n] for n in ("norm",) if n in known}}
-    if "attention" in donor:
-        donor |= entering(config, donor["attention"], donor["attention_norm"])
-    start = taken_over(own, donor)
-    if not (config.wide and config.taps) or config.fc_norm or config.norm_before_fc or config.norm_before_residual:
-        for name, part in (("attention", "out"), ("mlp", "down")):
-            start[name] = {**start[name], part: jax.tree.map(jnp.zeros_like, start[name][part])}
-    if "fc" in own:
-        start["fc"] = {**own["fc"], "kernel": identity(config, own["fc"]["kernel"], size)}
-    return start
-
-
-def entering(config: EagleConfig, attention: Mapping[str, Any], norm: Mapping[str, Array]) -> dict[str, Any]:
-    """A layer's attention and the norm before it, for one that reads both halves, or one that has no norm before it."""
-    kernel = attention["qkv"]["kernel"].astype(jnp.float32)
-    if config.wide:
-        kernel = jnp.concatenate([kernel, kernel]) * 0.5**0.5
-    elif not config.input_norm:
-        kernel = kernel * norm["scale"][:, None]
-    lacking = () if config.qk_norm else ("q_norm", "k_norm")
-    rest = {name: x for name, x in attention.items() if name not in lacking}
-    return {"attention": {**rest, "qkv": {**attention["qkv"], "kernel": kernel}}, "input_norm": norm, "hidden_norm": norm}
-
-
-def identity(config: EagleConfig, kernel: Array, size: Array) -> Array:
-    """fc's kernel as training begins: [D, D] blocks, all zero but that of the last feature, and the embedding's."""
-    blocks = jnp.zeros_like(kernel).reshape(-1, config.width, config.width).at[-1].set(jnp.eye(config.width))
-    if not config.wide:  # lifted to size 1: embeddings are small beside a normed state (.07 against 1, say)
-        blocks = blocks.at[0].set(jnp.eye(config.width) / size)
-    return blocks.reshape(kernel.shape)
-
-
 def saved_config(saved: dict[str, Any]) -> EagleConfig:
     """The config of a saved module from its config.json."""
     facts = {n: saved[n] for n in EagleConfig._fields if n in saved}
@@ -247,7 +235,11 @@ def saved_config(saved: dict[str, Any]) -> EagleConfig:
     return EagleConfig(**{**facts, "taps": tuple(facts.get("taps", ())), "rope_scaling": scaling})
 
 
-def like(config: EagleConfig, size: int) -> dict[str, Any]:
-    """Shapes of a module's parameters, with a vocabulary head [D, size] where it is its own."""
-    shapes = files.shapes(functools.partial(module_init, config))
-    return {**shapes, "head": jax.ShapeDtypeStruct((config.width, size), jnp.float32)} if config.own_head else shapes
+def like(config: EagleConfig, size: int, vocab_size: int = 0) -> dict[str, Any]:
+    """Shapes of a module's parameters, with a vocabulary head [D, size] and an embedding [V, D] where they are its own."""
+    shapes, matrix = (
+        files.shapes(functools.partial(module_init, config)),
+        functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32),
+    )
+    shapes |= {"embedding": matrix((vocab_size, config.width))} if config.own_embedding else {}
+    return {**shapes, "head": matrix((config.width, size))} if config.own_head else shapes

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.drafters import objectives
-from specjax.drafters.eagle.head import EagleConfig, empty_cache, features_of, fuse, step
+from specjax.drafters.eagle.head import EagleConfig, embed, empty_cache, features_of, fuse, step
 from specjax.drafters.objectives import ahead, behind
 from specjax.drafters.recipe import Batch, labels, layout
 from specjax.drafters.vocabulary import Ids, places
 from specjax.models.layers import Columns
 from specjax.sampling import first_argmax
-from specjax.types import Array, LanguageModel
+from specjax.types import Array, LanguageModel, Params
 
 
 def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array, segments: Array) -> list[Array]:
@@ -40,13 +40,18 @@ def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array
     cache, at = empty_cache(config, b, t), jnp.zeros(b, jnp.int32)
     one = jax.checkpoint(functools.partial(step, config))
     hidden = fuse(config, params, features)
-    (hidden, normed), k, v = one(params, embedded[0], hidden, cache.k[0], cache.v[0], at, positions, causal)
-    nothing = jnp.zeros((b, t, config.kv_heads, 0, config.head_dim))
-    results, own = [normed], Columns(nothing, nothing)
+    (hidden, normed), k, v = one(params, embedded[0], hidden, cache.k, cache.v, at, positions, causal)
+    results, own = [normed], no_columns(config, b, t)
     for j, x in enumerate(embedded[1:], 1):
         (hidden, normed), *new = one(params, x, hidden, k, v, at, positions + j, causal, own)
-        results, own = [*results, normed], Columns(*new)
+        results, own = [*results, normed], tuple(map(Columns, *new))
     return results
+
+
+def no_columns(config: EagleConfig, batch: int, queries: int) -> tuple[Columns, ...]:
+    """Of each layer the columns of the first step, which has none."""
+    nothing = jnp.zeros((batch, queries, config.kv_heads, 0, config.head_dim))
+    return (Columns(nothing, nothing),) * config.layers
 
 
 def scores(
@@ -70,9 +75,31 @@ def scores(
       law: its weight.
       state: the weight of the distance to the target's hidden state.
     """
-    ids = range(target.vocab_size) if vocabulary is None else vocabulary
-    place = jnp.asarray(places(ids, target.vocab_size))
-    labelled = batch._replace(places=place)
+    labelled = batch._replace(places=placed(target, vocabulary))
+    rows = judge(read, target, target_params, vocabulary=vocabulary, objective=objective, law=law, state=state)
+    moved = [behind(x, j + 1) for j, x in enumerate(given)]  # position s of each: what predicts token s + 1
+    size = max(1024 // (len(given) + 1), 1)
+    found = objectives.chunked(rows, (moved, batch.output.hidden, labels(labelled, 1)[0]), size=size)
+    back = [(ahead(nats, j + 1), ahead(hit, j + 1)) for j, (nats, hit) in enumerate(found)]
+    return [objectives.Scored(nats, hit, labels(labelled, j + 2)[1]) for j, (nats, hit) in enumerate(back)]
+
+
+def placed(target: LanguageModel, vocabulary: Ids | None) -> Array:
+    """[V] where each token stands in the vocabulary, -1 outside."""
+    return jnp.asarray(places(range(target.vocab_size) if vocabulary is None else vocabulary, target.vocab_size))
+
+
+def judge(
+    read: Callable, target: LanguageModel, target_params, *, vocabulary: Ids | None, objective: objectives.Objective,
+    law: float = 1.0, state: float = 0.0,
+) -> Callable:  # fmt: skip
+    """How predictions of the same tokens did, a function of a stretch of R rows; the arguments are those of `scores`.
+
+    Returns:
+      ((what each step gave [R, D], a list; the target's hidden state there [R, D]; places of the tokens [R])) -> for each
+      step (nats [R], hit [R]).
+    """
+    place = placed(target, vocabulary)
 
     def rows(parts):
         given, hidden, goal = parts
@@ -87,11 +114,7 @@ def scores(
             results.append((nats, objectives.correct(logits, goal)))
         return results
 
-    moved = [behind(x, j + 1) for j, x in enumerate(given)]  # position s of each: what predicts token s + 1
-    size = max(1024 // (len(given) + 1), 1)
-    found = objectives.chunked(rows, (moved, batch.output.hidden, labels(labelled, 1)[0]), size=size)
-    back = [(ahead(nats, j + 1), ahead(hit, j + 1)) for j, (nats, hit) in enumerate(found)]
-    return [objectives.Scored(nats, hit, labels(labelled, j + 2)[1]) for j, (nats, hit) in enumerate(back)]
+    return rows
 
 
 def loss(
@@ -99,7 +122,8 @@ def loss(
     features: Array | None = None, **how,
 ) -> list[objectives.Scored]:  # fmt: skip
     """`scores` of `steps` steps from the target's features in `batch`, or from `features` in their place."""
-    embedded = [target.embed(target_params, ahead(batch.tokens, j + 1)) for j in range(steps)]
+    both = Params(target_params, params)
+    embedded = [embed(target, config, both, ahead(batch.tokens, j + 1)) for j in range(steps)]
     features = features_of(config, batch.output) if features is None else features
     given = unrolled(config, params, embedded, features, batch.segments)
     return scores(given, read, target, target_params, batch, **how)

@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.cache import take
-from specjax.drafters.eagle.head import EagleConfig, step
+from specjax.drafters.eagle.head import EagleConfig, embed, step
 from specjax.drafters.medusa import Paths, grow
 from specjax.drafters.siblings import Siblings
 from specjax.models.layers import visible
@@ -55,9 +55,9 @@ def below(
     positions = jnp.broadcast_to(cache.length[:, None] + depth - 1, (b, w))
     at = cache.length + known
     slots = visible(at, positions, cache.k[0].shape[-1], seen)
-    inputs = target.embed(params.target, tokens), take(level.recycled, parents)
-    given, k, v = step(config, params.drafter, *inputs, cache.k[0], cache.v[0], at, positions, slots)
-    return Level(KVCache((k,), (v,), cache.length), *given, seen)
+    inputs = embed(target, config, params, tokens), take(level.recycled, parents)
+    given, k, v = step(config, params.drafter, *inputs, cache.k, cache.v, at, positions, slots)
+    return Level(KVCache(k, v, cache.length), *given, seen)
 
 
 def static(
