@@ -97,17 +97,18 @@ def prefill(params: Params, state: State, *, target: LanguageModel, drafter: Dra
 
     One compiled body serves prompts of any length; rows that are through wait, and what they write is never read.
     """
-    goal = state.length - 1
+    body = functools.partial(prefill_chunk, params, target=target, drafter=drafter, chunk=chunk)
+    return jax.lax.while_loop(lambda s: (s.cache.length < s.length - 1).any(), body, state)
 
-    def body(s: State) -> State:
-        done = s.cache.length
-        count = jnp.clip(goal - done, 0, chunk)
-        tokens = take(s.tokens, jnp.minimum(done[:, None] + jnp.arange(chunk)[None], s.tokens.shape[1] - 1))
-        out, cache = target.apply(params.target, tokens, s.cache, features=drafter.features)
-        sequences = Sequences(s.tokens, s.length, rewind(cache, done + count), s.sampling)
-        return s._replace(cache=sequences.cache, drafter=drafter.absorb(params, s.drafter, sequences, out, count))
 
-    return jax.lax.while_loop(lambda s: (s.cache.length < goal).any(), body, state)
+def prefill_chunk(params: Params, state: State, *, target: LanguageModel, drafter: Drafter, chunk: int) -> State:
+    """One pass of `prefill`, over the next `chunk` tokens of each prompt."""
+    done = state.cache.length
+    count = jnp.clip(state.length - 1 - done, 0, chunk)
+    tokens = take(state.tokens, jnp.minimum(done[:, None] + jnp.arange(chunk)[None], state.tokens.shape[1] - 1))
+    out, cache = target.apply(params.target, tokens, state.cache, features=drafter.features)
+    sequences = Sequences(state.tokens, state.length, rewind(cache, done + count), state.sampling)
+    return state._replace(cache=sequences.cache, drafter=drafter.absorb(params, state.drafter, sequences, out, count))
 
 
 def run(
@@ -276,5 +277,5 @@ def commit(state: State, draft: Draft, cache: KVCache, verdict: Verdict, sound: 
         emitted=emitted,
     )
     tokens = put(state.tokens, jnp.where(step < emitted[:, None], verdict.tokens, 0), state.length)
-    state = state._replace(tokens=tokens, length=length, status=status.astype(jnp.int32), cache=rewind(cache, length - 1))
-    return state, info
+    cache = rewind(cache, jnp.where(live, length - 1, cache.length))
+    return state._replace(tokens=tokens, length=length, status=status.astype(jnp.int32), cache=cache), info

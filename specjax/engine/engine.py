@@ -1,0 +1,247 @@
+"""The engine: a queue, slots, and steps in which requests come, are filled, decode, and go."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.engine import slots as device
+from specjax.engine.ask import Prompt, ask
+from specjax.engine.request import CANCELLED, Request
+from specjax.sampling import SamplingParams
+from specjax.text import Tokenizer
+from specjax.types import FINISH_REASONS, RUNNING, STOP, Array, Drafter, LanguageModel, Params, Rule
+
+
+class QueueFull(RuntimeError):
+    """As many requests are waiting as the engine will hold; later there may be room."""
+
+
+class Load(NamedTuple):
+    """How many requests are where."""
+
+    waiting: int
+    filling: int
+    running: int
+    free: int  # slots
+
+
+class Engine:
+    """Continuous batching: requests enter and leave fixed slots between rounds of one batch.
+
+    A request's tokens are those it would have had alone: exactly under a coupled rule and at temperature 0, in law
+    otherwise.  One thread drives it: `submit`, `cancel`, `step` and `stream` are called one at a time.
+    """
+
+    def __init__(
+        self, params: Params, *, target: LanguageModel, drafter: Drafter, rule: Rule, tokenizer: Tokenizer | None = None,
+        slots: int = 8, capacity: int = 1024, chunk: int = 64, stride: int = 1, max_waiting: int = 1024, max_eos: int = 8,
+        max_bias: int = 32, limit: Callable | None = None, schedule: Any = (), widths: Sequence[int] | None = None,
+        key: Array | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Allocate, and compile everything that will ever run.
+
+        Args:
+          params: of target and drafter.
+          target: the model whose law is kept.
+          drafter: what proposes.
+          rule: what verifies.
+          tokenizer: for text in and out, and stop strings; without it prompts are token ids.
+          slots: B, requests that decode at once.
+          capacity: S, cache slots of each: prompt, new tokens, and a draft.
+          chunk: prompt tokens run between two stretches of rounds, so that those who wait for them wait no longer.
+          stride: rounds between two looks of the host.  Requests that ended, and new ones, wait for its end.
+          max_waiting: requests that may wait for a slot; more are refused.
+          max_eos: ids that may end a request.
+          max_bias: tokens whose logits a request may bias.
+          limit: verify lengths, as `decode.round` takes them.
+          schedule: what `limit` reads.
+          widths: verified blocks shorter than a draft, each compiled: a round costs by the narrowest that holds what it
+            verifies.  The drafter's own unless given; where it has none and there is a `limit`, powers of two.
+          key: folds into the key of each request that brings none; `jax.random.key(0)` unless given.
+          clock: seconds.
+
+        Raises:
+          ValueError: parts that do not fit together, or sizes that make no sense.
+        """
+        drafter = drafter if widths is None else drafter._replace(widths=tuple(widths))
+        build = device.Build(target, drafter, rule, slots, capacity, chunk, stride, max_eos, max_bias, limit)
+        self._build = device.checked(build)
+        self._params, self._tokenizer, self._clock = params, tokenizer, clock
+        self._key = jax.random.key(0) if key is None else key
+        self._max_waiting, self._submitted = max_waiting, 0
+        self._waiting: deque[Request] = deque()
+        self._slots: list[Request | None] = [None] * slots
+        self.ended: Counter[str] = Counter()  # requests by finish reason
+        self._state = self._warm_up(schedule)
+
+    def submit(
+        self, prompt: Prompt, *, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
+        stop: Sequence[str] = (), eos_ids: Sequence[int] | None = None, key: Array | None = None,
+    ) -> Request:  # fmt: skip
+        """Put a request at the end of the queue.
+
+        Args:
+          prompt: a string (continued as it stands), a chat (a list of {"role", "content"}) or token ids.
+          max_new_tokens: the most tokens it may add; the target's context may end it before.
+          sampling: its parameters.
+          stop: strings that end its text; the text ends before the first of them.
+          eos_ids: tokens that end it; the tokenizer's unless given.
+          key: its own key: the same request with the same key gives the same tokens.
+
+        Raises:
+          ValueError: bad input, in one line; nothing else notices.
+          QueueFull: too many are waiting.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, which is the most: try again later, or raise max_waiting"
+            )
+        if stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this engine was built without one")
+        stream = None if self._tokenizer is None else self._tokenizer.stream(stop=stop)
+        if eos_ids is None:
+            eos_ids = () if self._tokenizer is None else self._tokenizer.eos_ids
+        key = device.request_key(self._key, np.int32(self._submitted)) if key is None else key
+        asked = self._ask(prompt, max_new_tokens, sampling, eos_ids, key)
+        request = Request(
+            self._submitted,
+            asked,
+            lean=all(getattr(sampling, field) is None for field in device.UNUSED),
+            chunks=-(-(int(asked.length) - 1) // self._build.chunk),
+            stream=stream,
+            now=self._clock(),
+        )
+        self._submitted += 1
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """End a request wherever it is, with what it has; its slot is free at once.  False if it had ended already.
+
+        Raises:
+          ValueError: a request of another engine.
+        """
+        if request.result is not None:
+            return False
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._slots:
+            self._slots[self._slots.index(request)] = None
+        else:
+            raise ValueError(f"request {request.id} is not in this engine: cancel it where it was submitted")
+        self._end(request, CANCELLED)
+        return True
+
+    def step(self) -> bool:
+        """Let requests in, run one chunk of prefill at most, then a stretch of rounds.  False when all have ended."""
+        self._admit()
+        self._fill()
+        self._decode()
+        return bool(self._waiting) or any(self._slots)
+
+    def drain(self) -> None:
+        """Step until all have ended."""
+        while self.step():
+            pass
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """Yield pieces of a request's text, stepping when there is no new one; together they are `result.text`.
+
+        Others move on with it, and may be streamed in turns.  Who stops listening has not cancelled.
+        """
+        while True:
+            piece = request.unread()
+            if piece:
+                yield piece
+            elif request.result is not None:
+                return
+            elif not (request in self._waiting or request in self._slots):
+                raise ValueError(f"request {request.id} is not in this engine: stream it where it was submitted")
+            else:
+                self.step()
+
+    @property
+    def load(self) -> Load:
+        """How many requests are where, now."""
+        held = [request for request in self._slots if request is not None]
+        filling = sum(request.chunks > 0 for request in held)
+        return Load(len(self._waiting), filling, len(held) - filling, len(self._slots) - len(held))
+
+    def reschedule(self, schedule: Any) -> None:
+        """Other numbers for `limit` to read, from the next round on.
+
+        Raises:
+          ValueError: of another structure or shape than those that the engine was built with.
+        """
+        shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (self._state.schedule, schedule)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"schedule of shapes {shapes[1]}: this engine was built with {shapes[0]}")
+        self._state = self._state._replace(schedule=copied(schedule))
+
+    def _ask(self, prompt, max_new_tokens, sampling, eos_ids, key):
+        return ask(
+            prompt, max_new_tokens=max_new_tokens, params=sampling, eos_ids=eos_ids, key=key, build=self._build,
+            tokenizer=self._tokenizer,
+        )  # fmt: skip
+
+    def _warm_up(self, schedule: Any):
+        """A state of free slots, once every program has run on it."""
+        first, slot = self._ask([0], 1, SamplingParams(), (), self._key), np.int32(0)
+        state = device.idle(self._params, first, copied(schedule), build=self._build)
+        state = device.admit(self._params, state, slot, first, build=self._build)
+        state = device.fill(self._params, state, slot, build=self._build)
+        for unused in ((), device.UNUSED):
+            nobody = np.zeros(len(self._slots), bool)
+            state, _ = device.rounds(self._params, state, nobody, build=self._build, unused=unused)
+        return state
+
+    def _admit(self) -> None:
+        """First come, first served."""
+        for slot, request in enumerate(self._slots):
+            if request is None and self._waiting:
+                new = self._waiting.popleft()
+                self._state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
+                self._slots[slot] = new
+                new.admitted(self._clock())
+
+    def _fill(self) -> None:
+        """One chunk of the prompt that came first."""
+        filling = [(request.id, slot, request) for slot, request in enumerate(self._slots) if request and request.chunks]
+        if filling:
+            _, slot, request = min(filling)
+            self._state = device.fill(self._params, self._state, np.int32(slot), build=self._build)
+            request.chunks -= 1
+
+    def _decode(self) -> None:
+        """A stretch of rounds for those whose prompt is in, and what it brought them."""
+        running = {slot: request for slot, request in enumerate(self._slots) if request and not request.chunks}
+        if not running:
+            return
+        active = np.isin(np.arange(len(self._slots)), list(running))
+        unused = device.UNUSED if all(request.lean for request in running.values()) else ()
+        self._state, out = device.rounds(self._params, self._state, active, build=self._build, unused=unused)
+        out = jax.device_get(out)
+        now = self._clock()
+        for slot, request in running.items():
+            counts = np.stack([out.drafted[slot], out.accepted[slot], out.emitted[slot]])
+            stopped = request.take(out.tokens[slot, : counts[2].sum()].tolist(), counts, now)
+            status = STOP if stopped else int(out.status[slot])
+            if status != RUNNING:
+                self._slots[slot] = None
+                self._end(request, FINISH_REASONS[status])
+
+    def _end(self, request: Request, reason: str) -> None:
+        result = request.end(reason, self._build.drafter.depth, self._clock())
+        self.ended[result.finish_reason] += 1
+
+
+def copied(schedule: Any):
+    """Arrays of the engine's own, since its state is donated; a plain number gets a type for good."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.asarray(x).dtype), schedule)

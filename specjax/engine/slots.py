@@ -1,0 +1,136 @@
+"""Slots on the device: a `decode.State` with a request in each row, and the programs that change it.
+
+Each program is compiled once for a `Build`; which slot, prompt, sampling parameters, ends, budget and key is data.  A slot
+is on the device what the host says it is: rows that it does not call active are carried through rounds unchanged, whether
+they are free, being filled, or were cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax import decode, keys
+from specjax.cache import take
+from specjax.sampling import SamplingParams
+from specjax.types import STOP, Array, Drafter, KVCache, LanguageModel, Params, Rule, State
+
+
+class Build(NamedTuple):
+    """What is compiled in."""
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Rule
+    slots: int  # B
+    capacity: int  # S, cache slots of a row
+    chunk: int  # prompt tokens a pass of prefill takes
+    stride: int  # rounds between two looks of the host
+    max_eos: int  # E, ids that may end a request
+    max_bias: int  # tokens whose logits a request may bias
+    limit: Callable | None = None  # `decode.round`'s
+
+
+def checked(build: Build) -> Build:
+    """The same, once its parts fit together; with a limit and no `drafter.widths`, powers of two are the widths.
+
+    Raises:
+      ValueError: in one line.
+    """
+    decode.check(build.target, build.drafter, build.rule)
+    least = dict(slots=1, capacity=decode.capacity_for(2, build.drafter), chunk=2, stride=1, max_eos=1, max_bias=1)
+    for name, size in least.items():
+        if getattr(build, name) < size:
+            raise ValueError(f"{name}={getattr(build, name)}: with a draft of {build.drafter.num_nodes} give at least {size}")
+    if build.limit is None or build.drafter.widths:
+        return build
+    widths = tuple(1 << i for i in range(build.drafter.num_nodes.bit_length()))
+    return build._replace(drafter=build.drafter._replace(widths=widths))
+
+
+class Ask(NamedTuple):
+    """A request as the device knows it: the arguments of `decode.start` for one row."""
+
+    tokens: Any  # [S] int32 the prompt, padded
+    length: Any  # [] int32
+    max_length: Any  # [] int32
+    eos: Any  # [E] int32, padded with -1
+    key: Any  # [] typed key
+    sampling: SamplingParams  # one value a field, none of them None
+
+
+class Stretch(NamedTuple):
+    """What rounds brought; zero for rows that were not active."""
+
+    tokens: Any  # [B, stride * (K+1)] new tokens, junk past emitted.sum(1)
+    status: Any  # [B]
+    drafted: Any  # [B, stride], with the next two a RoundInfo
+    accepted: Any  # [B, stride]
+    emitted: Any  # [B, stride]
+
+
+UNUSED = tuple(field for field in SamplingParams._fields if field != "temperature")
+"""Fields that `rounds` may leave out when no active row uses them: some cost passes over the vocabulary for every row."""
+
+
+@jax.jit
+def request_key(key: Array, number: Array) -> Array:
+    """The key of a request that brings none."""
+    return keys.request_keys(key, number[None])[0]
+
+
+@partial(jax.jit, static_argnames="build")
+def idle(params: Params, ask: Ask, schedule, *, build: Build) -> State:
+    """A state whose rows are all as `ask`, with nothing run; the host calls none of them active."""
+    rows = jax.tree.map(lambda x: jnp.repeat(x[None], build.slots, 0), ask)
+    return decode.start(params, *rows, target=build.target, drafter=build.drafter, schedule=schedule)
+
+
+@partial(jax.jit, static_argnames="build", donate_argnames="state")
+def admit(params: Params, state: State, slot: Array, ask: Ask, *, build: Build) -> State:
+    """Row `slot` starts anew with a request.  K/V buffers stay: what lies in them at or past a row's length is never read."""
+    new = decode.start(params, *jax.tree.map(lambda x: x[None], ask), target=build.target, drafter=build.drafter)
+
+    def one(rows, row):
+        if isinstance(rows, KVCache):
+            return rows._replace(length=one(rows.length, row.length))
+        return rows.at[slot].set(row[0])
+
+    bare = state._replace(schedule=())
+    return jax.tree.map(one, bare, new, is_leaf=lambda x: isinstance(x, KVCache))._replace(schedule=state.schedule)
+
+
+@partial(jax.jit, static_argnames="build", donate_argnames="state")
+def fill(params: Params, state: State, slot: Array, *, build: Build) -> State:
+    """One chunk of prefill for row `slot` alone: it is cut out and put back, and no other row is touched.
+
+    Costs a copy of the row's caches, where a pass over all rows would cost B times the arithmetic.
+    """
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state._replace(schedule=()))
+    row = decode.prefill_chunk(params, row, target=build.target, drafter=build.drafter, chunk=build.chunk)
+    filled = (row.cache, row.drafter)
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0)
+    cache, drafter = jax.tree.map(put, (state.cache, state.drafter), filled)
+    return state._replace(cache=cache, drafter=drafter)
+
+
+@partial(jax.jit, static_argnames=("build", "unused"), donate_argnames="state")
+def rounds(params: Params, state: State, active: Array, *, build: Build, unused: tuple[str, ...] = ()) -> tuple[State, Stretch]:
+    """Up to `stride` rounds for the rows that are `active` [B]; `unused` fields of sampling are compiled out.
+
+    What such a field would have done to rows that do not use it is nothing, bit for bit.
+    """
+    sampling = state.sampling._replace(**dict.fromkeys(unused))
+    held = state._replace(status=jnp.where(active, state.status, STOP), sampling=sampling)
+    after, log = decode.run(
+        params, held, jnp.asarray(build.stride), target=build.target, drafter=build.drafter, rule=build.rule,
+        max_rounds=build.stride, limit=build.limit,
+    )  # fmt: skip
+    after = after._replace(status=jnp.where(active, after.status, state.status), sampling=state.sampling)
+    new = jnp.arange(build.stride * (build.drafter.depth + 1))[None]
+    tokens = take(after.tokens, jnp.minimum(state.length[:, None] + new, build.capacity - 1))
+    return after, Stretch(tokens, after.status, log.drafted, log.accepted, log.emitted)
