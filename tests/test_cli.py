@@ -220,7 +220,7 @@ BAD = {
     "steps": (["train", "drafter", "mtp", "--out", "x", "--steps", "0"], "steps 0 < 1"),
     "steps of the testbed": (["train", "testbed", "--out", "x", "--steps", "0"], "--steps 0: ask for at least 1"),
     "numbers of weights": (["train", "drafter", "small", "--out", "x", "--dtype", "int8"], "'int8' is not one that small"),
-    "no text": (["train", "drafter", "mtp", "--out", "x", "--model", "smollm2-135m"], "--corpus is needed for smollm2-135m"),
+    "no text": (["train", "drafter", "mtp", "--out", "x", "--model", "some/model"], "--corpus is needed for some/model"),
     "no corpus": (["train", "drafter", "mtp", "--out", "x", "--corpus", "/no/such"], "/no/such: no finished corpus"),
     "nothing to export": (["train", "testbed", "--out", "/no/such", "--export", "x"], "nothing has been trained in /no/such"),
     "temperatures": (["train", "corpus", "--out", "x", "--temperatures", "0,hot"], "'0,hot' is not FLOAT[,FLOAT...]"),

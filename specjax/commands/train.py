@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specjax import api
+from specjax import api, zoo
 from specjax.commands.common import Write, load_target
 from specjax.console import progress_bar, say
 from specjax.flags import Corpus, Drafter, Testbed, settings
-from specjax.models.load import LM
+from specjax.models.load import LM, NAMES
 from specjax.names import unknown
 from specjax.prompts import load_prompts
 from specjax.train import recipes
@@ -93,9 +93,10 @@ def drafter(command: Drafter, write: Write) -> dict:
     """Train a drafter."""
     work = work_of(command)
     runs.check(work)
-    if command.corpus is None and command.target.model != "testbed":
+    found = command.corpus or zoo.corpus(command.target.model if command.target.model in NAMES else "")
+    if found is None and command.target.model != "testbed":
         raise ValueError(f"--corpus is needed for {command.target.model}: `specjax train corpus` makes one")
-    data = None if command.corpus is None else runs.read_split(command.corpus)
+    data = None if found is None else runs.read_split(found)
     lm, out = load_target(command.target), Path(command.out)
     with training_bar() as show:
         done = runs.train(

@@ -65,11 +65,11 @@ class Drafter:
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
     """What is trained: small, small_trunk, blockwise, medusa, medusa_2, hydra, hydra++, parallel_heads, mtp, eagle1, eagle3,
-    eagle3.1 or peagle."""
+    eagle3.1, peagle, dflash, dspark or dflash2."""
     out: str
     """The directory of run/ and, at the end, drafter/ with card.md; run the command again to go on there."""
     corpus: str | None = None
-    """A directory that `train corpus` or `train testbed` made (its corpus/); may be left out for the testbed."""
+    """A directory that `train corpus` or `train testbed` made (its corpus/); the packaged models have their own."""
     num_draft: int = 4
     """K: heads, or steps that a module is applied."""
     steps: int = 1000

@@ -1,7 +1,8 @@
 """What ships with the package: models and drafters, each a directory with its weights and a card.
 
 `testbed/` is a Llama-shaped model of 2 million parameters, trained by specjax on the Python standard library; its drafters
-lie in it, a directory each, named by their method.
+lie in it, a directory each, named by their method.  `smollm2-135m/` holds drafters for that model, and in corpus/ the answers
+that it gave to ShareGPT's prompts, as token ids: what they learnt from.
 """
 
 from __future__ import annotations
@@ -29,3 +30,9 @@ def drafter(target: str, method: str) -> Path | None:
 def argument(directory: Path) -> str:
     """What a packaged drafter is given as: "model" where it is a language model by itself, else "weights"."""
     return "model" if (directory / "tokenizer.json").is_file() else "weights"
+
+
+def corpus(target: str) -> Path | None:
+    """Directory of the packaged token ids that drafters for `target` learn from; None where there is none."""
+    found = HOME / target / "corpus"
+    return found if target and (found / "provenance.json").is_file() else None
