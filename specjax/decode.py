@@ -113,13 +113,13 @@ def prefill_chunk(params: Params, state: State, *, target: LanguageModel, drafte
 
 def run(
     params: Params, state: State, num_rounds: Array, *, target: LanguageModel, drafter: Drafter, rule: Rule, max_rounds: int,
-    limit: Callable | None = None, probe: Callable | None = None,
+    limit: Callable | None = None, packs: tuple[int, ...] = (), probe: Callable | None = None,
 ) -> tuple[State, RoundInfo]:  # fmt: skip
     """Rounds until every row is done or `num_rounds` have run: the whole generation, or a stretch of a stream.
 
     Returns the state and a RoundInfo of [B, max_rounds, ...] arrays, zero past the last round.
     """
-    step = functools.partial(round, target=target, drafter=drafter, rule=rule, limit=limit, probe=probe)
+    step = functools.partial(round, target=target, drafter=drafter, rule=rule, limit=limit, packs=packs, probe=probe)
     count = jnp.zeros((state.length.shape[0], max_rounds), jnp.int32)
     probed = () if probe is None else jax.eval_shape(lambda p, s: step(p, s)[1].probed, params, state)
     log = RoundInfo(
@@ -141,13 +141,16 @@ def run(
 
 def round(
     params: Params, state: State, *, target: LanguageModel, drafter: Drafter, rule: Rule, limit: Callable | None = None,
-    probe: Callable | None = None,
+    packs: tuple[int, ...] = (), probe: Callable | None = None,
 ) -> tuple[State, RoundInfo]:  # fmt: skip
     """Propose, verify in one target pass, commit.  Rows that are done are carried along unchanged.
 
     `limit(draft, state) -> [B]` says how many nodes of each row to verify; what it needs lies in `state.schedule`.  Whether
     node i is verified may depend on nodes before it, never on itself or later ones (their tokens, laws or confidences):
     dropping a node because of what was drawn there biases the output.
+
+    `packs` are numbers of tokens, each compiled: where one holds what all rows verify together, the target's dense layers
+    run so many, and not every row's whole block.
 
     `probe(draft, log_p [B,N+1,V], verdict) -> leaves [B, ...]` is an onlooker, for ceilings and tests: what it returns goes
     into RoundInfo, zero for rows that are done, and into nothing else.  Its verdict may still be cut by an end or a budget.
@@ -158,7 +161,7 @@ def round(
     draft, proposed = drafter.propose(noise, params, state.drafter, sequences)
     allowed = drafter.num_nodes if limit is None else limit(draft, state)
     draft = keep_nodes(draft, jnp.where(live, allowed, 0))
-    checked = verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule, probe=probe)
+    checked = verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule, packs=packs, probe=probe)
     out, cache, verdict, sound, probed = checked
     kept = freeze(live, drafter.commit(params, proposed, out, verdict), state.drafter)
     after, info = commit(state._replace(drafter=kept), draft, cache, verdict, sound)
@@ -192,39 +195,45 @@ def keep_nodes(draft: Draft, count: Array) -> Draft:
     return draft._replace(parents=jnp.where(keep, draft.parents, -2))
 
 
-def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, probe=None):
+def verify(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, packs=(), probe=None):
     """One target pass over last token + draft, then the verdict: (Output, cache, Verdict, sound [B, K+1], probed).
 
-    Where the drafter names shorter widths, the narrowest block that holds every live node is run: a pass costs by its
-    width, whether or not there was anything to verify.
+    Of the blocks that hold every live node the one of fewest tokens is run: the drafter's `widths`, whole or in `packs`.  A
+    pass costs by its tokens, whether or not there was anything to verify.
     """
-    full = drafter.num_nodes + 1
+    batch, full = draft.tokens.shape[0], drafter.num_nodes + 1
     widths = sorted({w for w in drafter.widths if w < full} | {full})
+    blocks = [(batch * w, w, None) for w in widths] + [(size, full, size) for size in packs if size < batch * full]
+    blocks = sorted(blocks, key=lambda block: block[:2])
+    real = jnp.concatenate([(state.status == RUNNING)[:, None], draft.parents >= -1], 1)  # [B, N+1] tokens of the block
 
-    def block(width: int, cache: KVCache):
+    def run_block(width: int, size: int | None, cache: KVCache):
         part = jax.tree.map(lambda x: x[:, : width - 1], draft)
-        held = state._replace(cache=cache)
-        return verify_block(params, held, part, noise, target=target, drafter=drafter, rule=rule, probe=probe)
+        pack = None if size is None else jnp.nonzero(real.reshape(-1), size=size, fill_value=batch * full)[0]
+        how = dict(target=target, drafter=drafter, rule=rule, pack=pack, probe=probe)
+        return verify_block(params, state._replace(cache=cache), part, noise, **how)
 
-    if len(widths) == 1:
-        return block(full, state.cache)
-    last = jnp.where(draft.parents >= -1, jnp.arange(1, full)[None], 0).max()  # the last live node of any row
-    choice = jnp.searchsorted(jnp.asarray(widths), last + 1)
-    shapes = jax.eval_shape(lambda cache: block(full, cache), state.cache)
+    if len(blocks) == 1:
+        return run_block(full, None, state.cache)
+    last = jnp.where(real, jnp.arange(1, full + 1)[None], 0).max()  # the last live token of any row
+    fits = [(last <= width) & (real.sum() <= (size or batch * full)) for _, width, size in blocks]
+    choice = jnp.argmax(jnp.stack(fits))
+    shapes = jax.eval_shape(lambda cache: run_block(full, None, cache), state.cache)
     result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     result = (result[0], state.cache, *result[2:])
-    for i, width in enumerate(widths):
-        result = when(choice == i, lambda r, w=width: padded(block(w, r[1]), shapes), result)
+    for i, (_, width, size) in enumerate(blocks):
+        result = when(choice == i, lambda r, w=width, p=size: padded(run_block(w, p, r[1]), shapes), result)
     return result
 
 
-def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, probe=None):
-    """`verify` for a draft of the width that is run."""
+def verify_block(params: Params, state: State, draft: Draft, noise: Callable, *, target, drafter, rule, pack=None, probe=None):
+    """`verify` for a draft of the width that is run; `pack` [P] as `LanguageModel.apply` takes it."""
     depth = min(drafter.depth, draft.tokens.shape[1])
     seen = jax.vmap(trees.ancestors)(draft.parents)
     block = jnp.concatenate([take(state.tokens, state.length[:, None] - 1), draft.tokens], 1)
     positions = state.cache.length[:, None] + seen.sum(-1) - 1
-    out, cache = target.apply(params.target, block, state.cache, positions=positions, mask=seen, features=drafter.features)
+    how = dict(positions=positions, mask=seen, features=drafter.features, pack=pack)
+    out, cache = target.apply(params.target, block, state.cache, **how)
     log_p = log_probs(state, draft, seen, out.logits)
     verdict = decide(state, draft, log_p, noise, rule=rule, depth=depth)
     cache = cache if drafter.chain else keep_path(cache, verdict.path)

@@ -137,7 +137,7 @@ class LanguageModel(NamedTuple):
     """A model seen from outside; only `models/` knows that it is Flax."""
 
     init: Callable  # (key) -> params
-    apply: Callable  # (params, tokens [B,T], cache, *, positions=None, mask=None, features=(), context=None) -> (Output, cache)
+    apply: Callable  # (params, tokens [B,T], cache, *, positions=, mask=, features=, context=, pack=) -> (Output, cache)
     init_cache: Callable  # (batch, capacity) -> KVCache
     embed: Callable  # (params, tokens) -> [..., D]
     unembed: Callable  # (params, hidden [..., D]) -> [..., V] logits, float32
@@ -157,7 +157,7 @@ class Drafter(NamedTuple):
     the target's own: take siblings as the top k of ONE row.
 
     A chunk that `absorb` sees ends at `sequences.cache.length` and holds `count` tokens (0 for a row that is through); a
-    prompt of one token has none.  `commit` sees the Output of the whole block, zero past the width that was run, and a
+    prompt of one token has none.  `commit` sees the Output of the whole block, zero where nothing was run, and a
     Verdict that an end or a budget may still cut (the row is done then).  States keep their form; of a row that is done all
     leaves are restored except K/V buffers, so let large buffers be a KVCache.
     """

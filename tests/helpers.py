@@ -17,8 +17,12 @@ import numpy as np
 
 from specjax import decode, keys, sampling, trees
 from specjax.drafters import blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads
+from specjax.drafters.dflash import dflash2, dspark
+from specjax.drafters.dflash import drafter as dflash
+from specjax.drafters.dflash.config import dflash_config
 from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import parallel
 from specjax.drafters.early_exit import early_exit
 from specjax.drafters.ngram import ngram
 from specjax.drafters.plain import plain
@@ -113,6 +117,13 @@ EAGLES = {
     "eagle3": eagle_head.eagle3(CONFIG),
     "eagle3.1": eagle_head.eagle31(CONFIG, norm_before_fc=True, norm_before_residual=True, own_head=False),
 }
+PEAGLE = eagle_head.peagle(CONFIG, layers=2)
+BLOCKS = {
+    "dflash": dflash_config(CONFIG, layers=2, sliding=(True, False), window=6),
+    "dspark": dflash_config(CONFIG, anchor_first=True),
+    "dflash2": dflash2.dflash2_config(CONFIG, conv_group=8),
+}
+HEADS = {"dspark": dspark.DSparkConfig(4, "rnn"), "dflash2": dflash2.SelectorConfig(4, 6)}
 
 RECIPES = {
     "blockwise": lambda k: blockwise.recipe(TARGET, num_draft=k, hidden=8),
@@ -124,6 +135,10 @@ RECIPES = {
     "eagle1": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle1"], objective=objectives.hard),
     "eagle3": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle3"], objective=objectives.hard),
     "eagle3.1": lambda k: eagle.recipe(TARGET, num_draft=k, config=EAGLES["eagle3.1"], objective=objectives.hard),
+    "peagle": lambda k: parallel.recipe(TARGET, num_draft=k, config=PEAGLE, objective=objectives.hard, share=1.0),
+    "dflash": lambda k: dflash.recipe(TARGET, num_draft=k, config=BLOCKS["dflash"]),
+    "dspark": lambda k: dspark.recipe(TARGET, num_draft=k, config=BLOCKS["dspark"], heads=HEADS["dspark"]),
+    "dflash2": lambda k: dflash2.recipe(TARGET, num_draft=k, config=BLOCKS["dflash2"], selector=HEADS["dflash2"]),
 }
 """Drafters that are trained after the target; a comma sets a method's options off."""
 
@@ -152,7 +167,8 @@ def saved(name, k=3):
     atexit.register(shutil.rmtree, directory, True)
     options = {"mtp": MTP_CONFIG._asdict(), "medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}}
     options |= {"parallel_heads": LAYER_CONFIG._asdict()}
-    options |= {method: config._asdict() for method, config in EAGLES.items()}
+    options |= {method: config._asdict() for method, config in [*EAGLES.items(), ("peagle", PEAGLE)]}
+    options |= {n: {**x._asdict(), **(HEADS[n]._asdict() if n in HEADS else {})} for n, x in BLOCKS.items()}
     options |= {"hydra, prefix": {"tree": HEAD_TREE, "prefix": LAYER_CONFIG._asdict()}}
     files.save(directory, trained(name, k), {"method": name.split(",")[0], **options.get(name, {})})
     return str(Path(directory))
@@ -183,6 +199,11 @@ BUILDERS = {
     "eagle3": lambda k: eagle_chain("eagle3", k),
     "eagle3, dynamic": lambda k: eagle.eagle2(TARGET, config=EAGLES["eagle3"], num_draft=k, top_k=3, nodes=5),
     "eagle3.1": lambda k: eagle_chain("eagle3.1", k),
+    "peagle": lambda k: parallel.peagle(TARGET, config=PEAGLE, num_draft=k),
+    "dflash": lambda k: dflash.dflash(TARGET, config=BLOCKS["dflash"], num_draft=k),
+    "dflash, point": lambda k: dflash.dflash(TARGET, config=BLOCKS["dflash"], num_draft=k, siblings=SIBLINGS["point"]),
+    "dspark": lambda k: dspark.dspark(TARGET, config=BLOCKS["dspark"], heads=HEADS["dspark"], num_draft=k),
+    "dflash2": lambda k: dflash2.dflash2(TARGET, config=BLOCKS["dflash2"], selector=HEADS["dflash2"], num_draft=k),
     "early_exit, 1 layer": lambda k: early_exit(TARGET, num_draft=k, layers=1),
     "early_exit, all layers": lambda k: early_exit(TARGET, num_draft=k, layers=2),
     "script": lambda k: scripted(k, k),

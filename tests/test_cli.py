@@ -306,6 +306,7 @@ def test_every_flag_has_a_value_in_the_settings():
     for name, command in COMMANDS.items():
         known = [flag.removeprefix("--").replace("-", "_") for flag in flags(command)]
         required = ["--out", "x"] * name.startswith("train") + ["medusa"] * (name == "train drafter")
+        required += ["config.json"] * (name in ("latency", "serve-sim"))
         assert set(known) <= set(settings(parse([*name.split(), *required]))) and len(known) == len(set(known))
 
 

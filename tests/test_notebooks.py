@@ -74,3 +74,13 @@ def test_train_a_drafter(tmp_path):
     text, outputs = printed(run(NOTEBOOKS[3], tmp_path, **sizes))
     assert "step 24: held-out loss" in text and "same tokens as plain: True" in text and "T=1 tree" in text
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_when_does_it_pay(tmp_path):
+    """Every cell runs with its own assertions: numbers by hand, the roofline, passes measured here, a full server."""
+    sizes = dict(NUM_DRAFT=2, PROMPTS=2, NEW_TOKENS=16, BATCHES=(1,), LOADS=(1, 64, 512), GENERATED=64)
+    (path,) = [path for path in NOTEBOOKS if path.stem == "07_when_does_it_pay"]
+    text, outputs = printed(run(path, tmp_path, **sizes))
+    assert "alpha 0.8, k 4: 3.36 tokens a round, 2.80 times" in text and "bound by compute from 303 tokens" in text
+    assert "batch 1, k 1: tau " in text and "512 requests: plain " in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3

@@ -74,7 +74,7 @@ def at_batch(setting: Setting, load: Load) -> dict[str, Any]:
     """What the best K gives at a batch, beside plain decoding."""
     alive, most = np.cumprod(acceptances(setting.drafts)), setting.drafts.num_draft
     tokens = [1.0, *(expected_tokens_by_position(alive[:k]) for k in range(1, most + 1))]
-    how = dict(placed=setting.placed, overhead=setting.overhead)
+    how: dict[str, Any] = dict(placed=setting.placed, overhead=setting.overhead)
     of = lambda k: (setting.shape, drafting(setting, k), setting.hardware, load)
     rounds = [whole_round(*of(k), num_draft=k, tau=tokens[k], **how) for k in range(most + 1)]
     draft, verify = [r.draft_seconds for r in rounds], [r.verify_seconds for r in rounds]

@@ -2,7 +2,9 @@
 
 from specjax.drafters import blockwise, early_exit, hydra, medusa, mtp, ngram, parallel_heads, plain, small, specinfer
 from specjax.drafters.base import Method
+from specjax.drafters.dflash.load import loader as of_blocks
 from specjax.drafters.eagle import drafter as eagle
+from specjax.drafters.eagle import parallel
 
 METHODS: dict[str, Method] = {
     "plain": Method(plain.load, "none", "rejection", "no drafts: plain decoding"),
@@ -19,5 +21,15 @@ METHODS: dict[str, Method] = {
     ),
     "eagle3": Method(eagle.loader("eagle3"), "trained after it", "rejection", "one layer on features of three of the target's"),
     "eagle3.1": Method(eagle.loader("eagle3.1"), "trained after it", "rejection", "eagle3 with normed features and feedback"),
+    "peagle": Method(parallel.load, "trained after it", "rejection", "eagle3 with more layers, all tokens in one pass"),
+    "dflash": Method(
+        of_blocks("dflash"), "trained after it", "rejection", "a block in one pass of layers on the target's features"
+    ),
+    "dspark": Method(
+        of_blocks("dspark"), "trained after it", "rejection", "dflash drawn left to right, with its own confidence"
+    ),
+    "dflash2": Method(
+        of_blocks("dflash2"), "trained after it", "rejection", "dflash, convolved, and a path of its best tokens"
+    ),
     "early_exit": Method(early_exit.load, "training-free", "rejection", "the target's first layers with its own head"),
 }

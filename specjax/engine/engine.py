@@ -43,7 +43,7 @@ class Engine:
         self, params: Params, *, target: LanguageModel, drafter: Drafter, rule: Rule, tokenizer: Tokenizer | None = None,
         slots: int = 8, capacity: int = 1024, chunk: int = 64, stride: int = 1, max_waiting: int = 1024, max_eos: int = 8,
         max_bias: int = 32, limit: Callable | None = None, schedule: Any = (), widths: Sequence[int] | None = None,
-        key: Array | None = None, clock: Callable[[], float] = time.monotonic,
+        packs: Sequence[int] = (), key: Array | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Allocate, and compile everything that will ever run.
 
@@ -63,7 +63,9 @@ class Engine:
           limit: verify lengths, as `decode.round` takes them.
           schedule: what `limit` reads.
           widths: verified blocks shorter than a draft, each compiled: a round costs by the narrowest that holds what it
-            verifies.  The drafter's own unless given; where it has none and there is a `limit`, powers of two.
+            verifies.  The drafter's own unless given; where there are none, a `limit` and no `packs`: powers of two.
+          packs: numbers of tokens, each compiled: a round costs by the smallest that holds what all requests verify.
+            Slots that are free then cost next to nothing, and requests may differ in length.
           key: folds into the key of each request that brings none; `jax.random.key(0)` unless given.
           clock: seconds.
 
@@ -71,7 +73,7 @@ class Engine:
           ValueError: parts that do not fit together, or sizes that make no sense.
         """
         drafter = drafter if widths is None else drafter._replace(widths=tuple(widths))
-        build = device.Build(target, drafter, rule, slots, capacity, chunk, stride, max_eos, max_bias, limit)
+        build = device.Build(target, drafter, rule, slots, capacity, chunk, stride, max_eos, max_bias, limit, tuple(packs))
         self._build = device.checked(build)
         self._params, self._tokenizer, self._clock = params, tokenizer, clock
         self._key = jax.random.key(0) if key is None else key

@@ -32,11 +32,12 @@ class Build(NamedTuple):
     stride: int  # rounds between two looks of the host
     max_eos: int  # E, ids that may end a request
     max_bias: int  # tokens whose logits a request may bias
-    limit: Callable | None = None  # `decode.round`'s
+    limit: Callable | None = None  # `decode.round`'s, and the next
+    packs: tuple[int, ...] = ()
 
 
 def checked(build: Build) -> Build:
-    """The same, once its parts fit together; with a limit and no `drafter.widths`, powers of two are the widths.
+    """The same, once its parts fit together; with a limit and neither widths nor packs, powers of two are the widths.
 
     Raises:
       ValueError: in one line.
@@ -46,7 +47,7 @@ def checked(build: Build) -> Build:
     for name, size in least.items():
         if getattr(build, name) < size:
             raise ValueError(f"{name}={getattr(build, name)}: with a draft of {build.drafter.num_nodes} give at least {size}")
-    if build.limit is None or build.drafter.widths:
+    if build.limit is None or build.drafter.widths or build.packs:
         return build
     widths = tuple(1 << i for i in range(build.drafter.num_nodes.bit_length()))
     return build._replace(drafter=build.drafter._replace(widths=widths))
@@ -128,7 +129,7 @@ def rounds(params: Params, state: State, active: Array, *, build: Build, unused:
     held = state._replace(status=jnp.where(active, state.status, STOP), sampling=sampling)
     after, log = decode.run(
         params, held, jnp.asarray(build.stride), target=build.target, drafter=build.drafter, rule=build.rule,
-        max_rounds=build.stride, limit=build.limit,
+        max_rounds=build.stride, limit=build.limit, packs=build.packs,
     )  # fmt: skip
     after = after._replace(status=jnp.where(active, after.status, state.status), sampling=state.sampling)
     new = jnp.arange(build.stride * (build.drafter.depth + 1))[None]

@@ -12,8 +12,12 @@ import numpy as np
 
 from specjax.drafters import METHODS, blockwise, files, hydra, layer, medusa, mtp, parallel_heads
 from specjax.drafters.base import options
+from specjax.drafters.dflash import dflash2, dspark
+from specjax.drafters.dflash import drafter as dflash
+from specjax.drafters.dflash.config import dflash_config
 from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import parallel
 from specjax.lossless.subject import Subject, of_model
 from specjax.models.load import LM
 from specjax.models.table import table
@@ -34,6 +38,14 @@ HEAD_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 """Rank paths of the tree that built-in heads draft."""
 
 EAGLES = {"eagle1": eagle_head.eagle1(CONFIG), "eagle3": eagle_head.eagle3(CONFIG), "eagle3.1": eagle_head.eagle31(CONFIG)}
+PEAGLE = eagle_head.peagle(CONFIG, layers=2)
+
+BLOCKS = {
+    "dflash": dflash_config(CONFIG, sliding=(True,), window=6),
+    "dspark": dflash_config(CONFIG, anchor_first=True),
+    "dflash2": dflash2.dflash2_config(CONFIG),
+}
+MARKOV, SELECTOR = dspark.DSparkConfig(4, "gated"), dflash2.SelectorConfig(4, 5)
 
 HEADS = {
     "blockwise": functools.partial(blockwise.recipe, hidden=16),
@@ -42,6 +54,10 @@ HEADS = {
     "parallel_heads": functools.partial(parallel_heads.recipe, config=layer.config_of(CONFIG)),
     "mtp": functools.partial(mtp.recipe, config=mtp.config_of(CONFIG)),
     **{name: functools.partial(eagle.recipe, config=config) for name, config in EAGLES.items()},
+    "peagle": functools.partial(parallel.recipe, config=PEAGLE),
+    "dflash": functools.partial(dflash.recipe, config=BLOCKS["dflash"]),
+    "dspark": functools.partial(dspark.recipe, config=BLOCKS["dspark"], heads=MARKOV),
+    "dflash2": functools.partial(dflash2.recipe, config=BLOCKS["dflash2"], selector=SELECTOR),
 }
 """Recipes of the methods that are trained after the target."""
 
@@ -96,6 +112,10 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     about = {"medusa": {"tree": HEAD_TREE}, "hydra": {"tree": HEAD_TREE}, "mtp": mtp.config_of(CONFIG)._asdict()}
     about |= {name: config._asdict() for name, config in EAGLES.items()}
     about["eagle1"] |= {"tree": HEAD_TREE}  # so that a static tree, a dynamic one and a chain are looked at
+    about |= {"peagle": PEAGLE._asdict()}
+    about |= {name: config._asdict() for name, config in BLOCKS.items()}
+    about["dspark"] |= MARKOV._asdict()
+    about["dflash2"] |= SELECTOR._asdict()
     about["parallel_heads"] = layer.config_of(CONFIG)._asdict()
     files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {})})
     return directory

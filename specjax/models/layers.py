@@ -132,6 +132,19 @@ def committed(context: KVCache, positions: Array, window: int | None = None) -> 
     return seen if window is None else seen & (positions[:, :, None] - slot < window)
 
 
+def packed(x: Array, pack: Array | None) -> Array:
+    """Rows `pack` [P] of x [B, T, ...], counted through all of B x T: [1, P, ...].  Zeros past the end; None is all of x."""
+    return x if pack is None else x.reshape(-1, *x.shape[2:]).at[pack].get(mode="fill", fill_value=0)[None]
+
+
+def spread(x: Array, pack: Array | None, shape: tuple[int, ...]) -> Array:
+    """What `packed` made of an array of `shape` (B, T), back in its rows [B, T, ...]; zeros in the others."""
+    if pack is None:
+        return x
+    rows = jnp.zeros((math.prod(shape), *x.shape[2:]), x.dtype)
+    return rows.at[pack].set(x[0], mode="drop").reshape(*shape, *x.shape[2:])
+
+
 class Segment(NamedTuple):
     """A stretch of keys and values of one layer that queries may look at."""
 
@@ -187,14 +200,18 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x, k, v, at, positions, frequency, seen, context: Segment | None = None, columns: Columns | None = None
+        self, x, k, v, at, positions, frequency, seen, context: Segment | None = None, columns: Columns | None = None,
+        pack: Array | None = None,
     ):  # fmt: skip
         """x [B, T, *] -> [B, T, D] and the layer's k, v with the new tokens written at slots at[b] and on.
+
+        With `pack` [P] x and the result are `packed`, [1, P, *]; tokens left out are seen by none of them.
 
         With `columns` k and v are only read, and the new tokens become one more column, each its own: what is returned for
         k and v are those of Columns.
         """
         qkv = Linear((self.kv_heads, self.group + 2, self.head_dim), self.bias, self.dtype, name="qkv")(x)
+        qkv = spread(qkv, pack, positions.shape)
         q, new_k, new_v = qkv[..., : self.group, :], qkv[..., self.group, :], qkv[..., self.group + 1, :]
         if self.qk_norm:
             q, new_k = RMSNorm(self.eps, name="q_norm")(q), RMSNorm(self.eps, name="k_norm")(new_k)
@@ -210,7 +227,7 @@ class Attention(nn.Module):
             y = attend(q, (*before, Segment(k, v, seen)), self.scale, Columns(*more))
             k, v = more
         y = jnp.where(sound.all((2, 3))[:, :, None], y.reshape(*y.shape[:2], -1), jnp.nan)  # but not its own: it is broken
-        return Linear((self.width,), dtype=self.dtype, name="out")(y), k, v
+        return Linear((self.width,), dtype=self.dtype, name="out")(packed(y, pack)), k, v
 
 
 class MLP(nn.Module):

@@ -20,7 +20,8 @@ def table(vocab_size: int, *, order: int = 2, max_length: int = 1 << 20) -> Lang
     Index V on an axis stands for "before the first token".  hidden is the one-hot last token [V], so that width = V.
     """
 
-    def apply(params, tokens, cache, *, positions=None, mask=None, features=(), context=None):
+    def apply(params, tokens, cache, *, positions=None, mask=None, features=(), context=None, pack=None):
+        del pack  # nothing here costs by the token
         if context is not None or features:
             raise ValueError("a table has no layers: neither `features` nor a `context` cache exists for it")
         b, t = tokens.shape

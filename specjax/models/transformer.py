@@ -13,7 +13,19 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from specjax import cache as kv
-from specjax.models.layers import MLP, Attention, RMSNorm, RopeScaling, Segment, committed, matmul, rope_frequencies, visible
+from specjax.models.layers import (
+    MLP,
+    Attention,
+    RMSNorm,
+    RopeScaling,
+    Segment,
+    committed,
+    matmul,
+    packed,
+    rope_frequencies,
+    spread,
+    visible,
+)
 from specjax.types import Array, KVCache, LanguageModel, Output
 
 
@@ -50,7 +62,7 @@ class Block(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, x, k, v, at, positions, frequency, seen, context=None):
+    def __call__(self, x, k, v, at, positions, frequency, seen, context=None, pack=None):
         c = self.config
         norm = functools.partial(RMSNorm, c.norm_eps)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
@@ -58,7 +70,7 @@ class Block(nn.Module):
             c.width, c.kv_heads, c.heads // c.kv_heads, c.head_dim, scale,
             bias=c.attention_bias, qk_norm=c.qk_norm, eps=c.norm_eps, dtype=self.dtype, name="attention",
         )  # fmt: skip
-        y, k, v = attention(norm(name="attention_norm")(x), k, v, at, positions, frequency, seen, context)
+        y, k, v = attention(norm(name="attention_norm")(x), k, v, at, positions, frequency, seen, context, pack=pack)
         x = x + (norm(name="post_attention_norm")(y) if c.post_norms else y)
         activation = functools.partial(nn.gelu, approximate=True) if c.gelu else nn.silu
         y = MLP(c.width, c.hidden, activation, self.dtype, name="mlp")(norm(name="mlp_norm")(x))
@@ -66,7 +78,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens [B, T] -> Output, with caches as arguments and results."""
+    """tokens [B, T] -> Output, with caches as arguments and results.
+
+    Everything but attention itself runs on the tokens of `pack` alone; what is given for the others is zero.
+    """
 
     config: TransformerConfig
     dtype: jnp.dtype = jnp.float32  # of the weights; sums are float32
@@ -85,24 +100,27 @@ class Transformer(nn.Module):
     def unembed(self, hidden: Array) -> Array:
         return unembed(self.config, {"embedding": self.embedding} if self.config.tied else {"head": self.head}, hidden)
 
-    def __call__(self, tokens, cache: KVCache, positions=None, mask=None, features=(), context: KVCache | None = None):
+    def __call__(
+        self, tokens, cache: KVCache, positions=None, mask=None, features=(), context: KVCache | None = None, pack=None
+    ):  # fmt: skip
         c = self.config
         before = 0 if context is None else context.length
         if positions is None:
             positions = (before + cache.length)[:, None] + jnp.arange(tokens.shape[1])[None]
         slots = cache.k[0].shape[-1]
         seen = {w: visible(cache.length, positions, slots, mask, w, before) for w in {self._window(i) for i in range(c.layers)}}
-        x, ks, vs, taps = self.embed(tokens), [], [], {}
+        x, ks, vs, taps = self.embed(packed(tokens, pack)), [], [], {}
         for i, layer in enumerate(self.layer):
             window = self._window(i)
             past = None if context is None else Segment(context.k[i], context.v[i], committed(context, positions, window))
-            x, k, v = layer(x, cache.k[i], cache.v[i], cache.length, positions, self._frequency(i), seen[window], past)
+            x, k, v = layer(x, cache.k[i], cache.v[i], cache.length, positions, self._frequency(i), seen[window], past, pack)
             ks.append(k)
             vs.append(v)
             taps[i] = x
         hidden = self.norm(x)
         tapped = jnp.stack([taps[i] for i in features], 2) if features else jnp.zeros((*x.shape[:2], 0, c.width))
-        return Output(self.unembed(hidden), hidden, tapped), KVCache(tuple(ks), tuple(vs), cache.length)
+        out = [spread(y, pack, tokens.shape) for y in (self.unembed(hidden), hidden, tapped)]
+        return Output(*out), KVCache(tuple(ks), tuple(vs), cache.length)
 
     def _window(self, i: int) -> int | None:
         return self.config.window if self.config.sliding and self.config.sliding[i] else None
@@ -142,11 +160,11 @@ def language_model(config: TransformerConfig, *, dtype=jnp.float32, cache_dtype=
     def init(key):
         return module.init(key, jnp.zeros((1, 1), jnp.int32), init_cache(1, 1))["params"]
 
-    def apply(params, tokens, cache, *, positions=None, mask=None, features=(), context=None):
+    def apply(params, tokens, cache, *, positions=None, mask=None, features=(), context=None, pack=None):
         bad = [i for i in features if not 0 <= i < config.layers]
         if bad:
             raise ValueError(f"feature layers {bad} do not exist: this model has layers 0 to {config.layers - 1}")
-        return module.apply({"params": params}, tokens, cache, positions, mask, features, context)
+        return module.apply({"params": params}, tokens, cache, positions, mask, features, context, pack)
 
     def truncate(num_layers: int) -> LanguageModel:
         if not 1 <= num_layers <= config.layers:

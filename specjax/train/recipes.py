@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 
 from specjax import trees
 from specjax.drafters import base, blockwise, files, hydra, layer, medusa, mtp, objectives, parallel_heads, small
+from specjax.drafters.dflash.config import dflash_config
+from specjax.drafters.dflash.dflash2 import dflash2_config
 from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
+from specjax.drafters.eagle import parallel
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.vocabulary import Ids, within
 from specjax.models.load import LM
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.names import unknown
-from specjax.train import joint
+from specjax.train import blocks, joint
 from specjax.train.export import describe, save_directory
 from specjax.types import LanguageModel, Params
 
@@ -120,11 +124,30 @@ def eagle_1(
     )  # fmt: skip
 
 
+def peagle(
+    target: LanguageModel, *, num_draft: int, config: eagle_head.EagleConfig, vocabulary: Ids | None = None, layers: int = 4,
+    share: float = 0.7, least: float = 0.2, decay: float = 1.0, objective: objectives.Objective = objectives.soft,
+) -> Recipe:  # fmt: skip
+    """`parallel.recipe` for a module of `layers` layers; the paper's has four."""
+    return parallel.recipe(
+        target, num_draft=num_draft, config=config._replace(layers=layers), vocabulary=vocabulary, share=share, least=least,
+        decay=decay, objective=objective,
+    )  # fmt: skip
+
+
 def of_the_family(method: str, recipe: Callable, preset: Callable) -> Training:
     """An entry for a module of the EAGLE family, given the preset of its flags."""
     return Training(
         method, recipe, told=lambda lm: {"config": preset(lm.config)},
         config=lambda lm, options: {**tree_of(lm, options), **preset(lm.config)._asdict()},
+    )  # fmt: skip
+
+
+def of_blocks(method: str, recipe: Callable, preset: Callable, says: Callable) -> Training:
+    """An entry for a block drafter, given the preset of its backbone and what config.json says of it."""
+    return Training(
+        method, recipe, told=lambda lm: {"config": preset(lm.config)},
+        config=lambda lm, options: says(preset(lm.config), options),
     )  # fmt: skip
 
 
@@ -160,6 +183,13 @@ RECIPES: dict[str, Training] = {
     "eagle1": of_the_family("eagle1", eagle_1, eagle_head.eagle1),
     "eagle3": of_the_family("eagle3", eagle.recipe, eagle_head.eagle3),
     "eagle3.1": of_the_family("eagle3.1", eagle.recipe, eagle_head.eagle31),
+    "peagle": Training(
+        "peagle", peagle, told=lambda lm: {"config": eagle_head.peagle(lm.config)},
+        config=lambda lm, options: eagle_head.peagle(lm.config, layers=options.get("layers", 4))._asdict(),
+    ),
+    "dflash": of_blocks("dflash", blocks.dflash, dflash_config, blocks.facts),
+    "dspark": of_blocks("dspark", blocks.dspark, functools.partial(dflash_config, anchor_first=True), blocks.dspark_facts),
+    "dflash2": of_blocks("dflash2", blocks.dflash2, dflash2_config, blocks.dflash2_facts),
 }  # fmt: skip
 
 

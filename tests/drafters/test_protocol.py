@@ -33,6 +33,8 @@ SETTINGS = {
     "eagle1": {"weights": h.saved("eagle1")},
     "eagle3": {"weights": h.saved("eagle3")},
     "eagle3.1": {"weights": h.saved("eagle3.1")},
+    "peagle": {"weights": h.saved("peagle")},
+    **{name: {"weights": h.saved(name)} for name in h.BLOCKS},
     "early_exit": {"layers": 1},
 }
 NAMES = {"ngram": "ngram, order 1", "early_exit": "early_exit, 1 layer"}

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from specjax.drafters import hydra, layer, medusa, mtp, parallel_heads
+from specjax.drafters.dflash import dflash2, dspark
+from specjax.drafters.dflash.config import dflash_config
 from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.siblings import SIBLINGS
@@ -50,6 +52,8 @@ LITTLE = TransformerConfig(4, 8, 1, 2, 1, 4, 16, 16)
 ROWS, CRITICAL = 20_000, 131.4  # chi-square of 63 degrees of freedom at 1e-6: at 20k rows it detects sum (p' - p)^2 / p >= 6e-3
 BRANCHES = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 LAYER = layer.config_of(LITTLE)
+SPARK, MARKOV = dflash_config(LITTLE, anchor_first=True), dspark.DSparkConfig(2, "gated")
+FLASH, SELECTOR = dflash2.dflash2_config(LITTLE), dflash2.SelectorConfig(2, 3)
 LAWS = {
     "medusa": ("traversal", medusa.recipe, medusa.medusa, {"paths": BRANCHES, "siblings": SIBLINGS["iid"]}),
     "hydra": ("recursive", hydra.recipe, hydra.hydra, {"paths": BRANCHES}),
@@ -63,6 +67,10 @@ LAWS = {
                        {"paths": BRANCHES, "config": eagle_head.eagle1(LITTLE)}),
     "eagle3, dynamic": ("target_match", functools.partial(eagle.recipe, config=eagle_head.eagle3(LITTLE)), eagle.eagle2,
                         {"num_draft": 2, "top_k": 2, "nodes": 4, "config": eagle_head.eagle3(LITTLE)}),
+    "dspark": ("block", functools.partial(dspark.recipe, config=SPARK, heads=MARKOV), dspark.dspark,
+               {"num_draft": 2, "config": SPARK, "heads": MARKOV}),
+    "dflash2": ("rejection", functools.partial(dflash2.recipe, config=FLASH, selector=SELECTOR), dflash2.dflash2,
+                {"num_draft": 2, "config": FLASH, "selector": SELECTOR}),
 }  # fmt: skip
 
 
