@@ -101,6 +101,25 @@ def loss_by_hand(c, p, nats, decay, read=None):
     return total / (count / K) / sum(decay**k for k in range(K))
 
 
+class Branches:
+    """What a loss decides, in order: `of(make)` gives what was made on the first pass, on every later one too.
+
+    A derivative is that of the branch on which the parameters lie: differences must not cross to another.
+    """
+
+    def __init__(self):
+        self.made, self.known = [], None
+
+    def again(self):
+        self.known = iter(list(self.made)) if self.made else None
+
+    def of(self, make):
+        if self.known is not None:
+            return next(self.known)
+        self.made.append(make())
+        return self.made[-1]
+
+
 # Drafts.
 
 

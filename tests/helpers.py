@@ -118,8 +118,8 @@ EAGLES = {
     "eagle3.1": eagle_head.eagle31(CONFIG, norm_before_fc=True, norm_before_residual=True, own_head=False),
 }
 PEAGLE = eagle_head.peagle(CONFIG, layers=2)
-BLOCKS = {
-    "dflash": dflash_config(CONFIG, layers=2, sliding=(True, False), window=6),
+BLOCKS = {  # the first with laws that chance can move, which a block of masks would not have on this target
+    "dflash": dflash_config(CONFIG, layers=2, qk_norm=True, sliding=(True, False), window=6, output_multiplier=0.3),
     "dspark": dflash_config(CONFIG, anchor_first=True),
     "dflash2": dflash2.dflash2_config(CONFIG, conv_group=8),
 }

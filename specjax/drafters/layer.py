@@ -19,7 +19,7 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters.recipe import layout
 from specjax.models.layers import MLP, Attention, Columns, RMSNorm, RopeScaling, rope_frequencies, visible
-from specjax.types import Array, Drafter, KVCache, LanguageModel
+from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Sequences
 
 
 class LayerConfig(NamedTuple):
@@ -127,6 +127,20 @@ def empty(config: LayerConfig, layers: int, batch: int, capacity: int) -> LayerS
     """The state before anything has run."""
     cache = kv.allocate(layers=layers, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim, capacity=capacity)
     return LayerState(cache, jnp.zeros((batch, layers, config.width)))
+
+
+# What drafters share whose entry t pairs the target's state at t with token t + 1.
+
+
+def tokens_after(sequences: Sequences, length: Array, count: int) -> Array:
+    """The token that follows each of the next `count` entries of caches of `length` [B]: [B, count]."""
+    index = length[:, None] + 1 + jnp.arange(count)[None]
+    return kv.take(sequences.tokens, jnp.minimum(index, sequences.tokens.shape[1] - 1))
+
+
+def if_begun(draft: Draft, length: Array) -> Draft:
+    """The draft of rows whose cache, of `length` [B], has an entry; a prompt of one token has none yet, and drafts nothing."""
+    return draft._replace(parents=jnp.where((length > 0)[:, None], draft.parents, -2))
 
 
 def config_of(target_config: Any, **facts) -> LayerConfig:

@@ -25,7 +25,7 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
-from specjax.drafters.layer import block, filled, taken_over
+from specjax.drafters.layer import block, filled, if_begun, taken_over, tokens_after
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
 from specjax.drafters.vocabulary import seen_by
@@ -71,8 +71,7 @@ def mtp(target: LanguageModel, *, num_draft: int, config: MTPConfig) -> Drafter:
     enter = functools.partial(entered, target, config)
 
     def absorb(params, state, sequences, out, count):
-        index = state.cache.length[:, None] + 1 + jnp.arange(out.hidden.shape[1])[None]
-        tokens = kv.take(sequences.tokens, jnp.minimum(index, sequences.tokens.shape[1] - 1))
+        tokens = tokens_after(sequences, state.cache.length, out.hidden.shape[1])
         return enter(params, state, tokens, out.hidden, count)
 
     def propose(noise, params, state, sequences):
@@ -88,8 +87,7 @@ def mtp(target: LanguageModel, *, num_draft: int, config: MTPConfig) -> Drafter:
         token, log_q = draw(held.normed, num_draft)
         drafted = held.cache._replace(length=state.cache.length)  # `commit` writes over what was drafted
         draft = chain_draft(jnp.append(tokens, token[None], 0), jnp.append(laws, log_q[None], 0))
-        draft = draft._replace(parents=jnp.where((state.cache.length > 0)[:, None], draft.parents, -2))
-        return draft, state._replace(cache=drafted)
+        return if_begun(draft, state.cache.length), state._replace(cache=drafted)
 
     def commit(params, state, out, verdict):
         return enter(params, state, verdict.tokens, kv.take(out.hidden, verdict.path), verdict.num_accepted + 1)

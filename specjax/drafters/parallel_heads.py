@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
-from specjax.drafters.layer import LayerConfig, layer_drafter, layer_init, over_rows, saved_config
+from specjax.drafters.layer import LayerConfig, if_begun, layer_drafter, layer_init, over_rows, saved_config
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, grow, static_tree
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
@@ -50,8 +50,7 @@ def parallel_heads(
             return jnp.repeat(logits[:, level - 1 : level], nodes, 1)
 
         draft = grow(tree, siblings, sequences.sampling.temperature, noise, look)
-        begun = (state.cache.length > 0)[:, None]
-        return draft._replace(parents=jnp.where(begun, draft.parents, -2)), state
+        return if_begun(draft, state.cache.length), state
 
     names = tuple(f"head_{i}" for i in range(depth))
     return layer_drafter(target, config, names, propose, num_nodes=len(paths), depth=depth, children=siblings.kind)

@@ -23,7 +23,7 @@ from specjax.sampling import tempered
 from specjax.types import Params, Sequences
 
 TARGET_LM = LM(h.TARGET, h.target_params(), None, h.CONFIG)
-SMALL = functools.partial(dflash_config, h.CONFIG, layers=2)
+SMALL = functools.partial(dflash_config, h.CONFIG, layers=2, qk_norm=True)
 VARIANTS = {
     "dflash": SMALL(),
     "anchor first": SMALL(anchor_first=True, qk_norm=False, embedding_scale=2.0, mask_token=5),
@@ -253,6 +253,12 @@ def test_layers_that_are_read():
     assert [default_taps(n) for n in (1, 2, 5, 7, 8)] == [(0,), (0, 1), (0, 1, 2, 3, 4), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5)]
 
 
+def test_a_backbone_is_shaped_like_its_target():
+    assert not dflash_config(h.CONFIG).qk_norm and dflash_config(h.CONFIG._replace(qk_norm=True)).qk_norm
+    assert [dflash_config(h.CONFIG._replace(layers=n, sliding=())).layers for n in (1, 2, 4, 30)] == [1, 1, 2, 5]
+    assert dflash_config(h.CONFIG) == SMALL(layers=1, qk_norm=False, taps=[0, 1], mask_token=16)
+
+
 def test_configs_that_cannot_be():
     for flags, message in (
         (dict(taps=()), "no taps"),
@@ -266,18 +272,29 @@ def test_configs_that_cannot_be():
 
 
 def test_a_backbone_begins_as_the_targets_last_layers():
-    """Its own where shapes are the same; fc reads the highest feature, and no layer adds anything yet."""
-    make = jax.jit(lambda key: start.params_init(h.TARGET, SMALL(qk_norm=False), key, h.target_params()))
-    p, own = make(jax.random.key(0)), h.target_params()
+    """fc reads the highest feature; norms of q and k that the target lacks are its own."""
+    make = jax.jit(lambda key, own: start.params_init(h.TARGET, SMALL(), key, own))
+    own = h.target_params()
+    p = make(jax.random.key(0), own)
     for name in ("layer_0", "layer_1"):
         mine, theirs = p[name], own[name]
         whole = np.asarray(theirs["attention"]["qkv"]["kernel"]).reshape(16, 2, 4, 8)
         np.testing.assert_array_equal(mine["attention"]["q"]["kernel"], whole[:, :, :2].reshape(16, 32))
         np.testing.assert_array_equal(mine["attention"]["kv"]["kernel"], whole[:, :, 2:].reshape(16, 32))
-        np.testing.assert_array_equal(mine["mlp"]["gate_up"]["kernel"], theirs["mlp"]["gate_up"]["kernel"])
-        assert not mine["attention"]["out"]["kernel"].any() and not mine["mlp"]["down"]["kernel"].any()
+        np.testing.assert_array_equal(mine["attention"]["out"]["kernel"], theirs["attention"]["out"]["kernel"])
+        np.testing.assert_array_equal(mine["mlp"]["down"]["kernel"], theirs["mlp"]["down"]["kernel"])
+        assert (mine["attention"]["q_norm"]["scale"] == 1).all()
     np.testing.assert_array_equal(p["norm"]["scale"], own["norm"]["scale"])
     np.testing.assert_array_equal(p["fc"]["kernel"], np.eye(32, 16, -16))
-    other = start.params_init(h.TARGET, SMALL(layers=3, hidden=24), jax.random.key(0), h.target_params())
-    assert other["layer_0"]["mlp"]["gate_up"]["kernel"].shape == (16, 48)
-    assert other["layer_2"]["attention_norm"]["scale"].shape == (16,)
+
+
+def test_what_the_target_has_no_like_of_begins_as_nothing():
+    """A layer too many, a narrower feed-forward, other heads: what they add is zero, and the rest is the target's."""
+    silent = lambda p, layer, name, part: not p[layer][name][part]["kernel"].any()
+    p = start.params_init(h.TARGET, SMALL(layers=3, hidden=24), jax.random.key(0), h.target_params())
+    assert p["layer_1"]["mlp"]["gate_up"]["kernel"].shape == (16, 48) and p["layer_1"]["mlp"]["gate_up"]["kernel"].any()
+    assert [silent(p, f"layer_{i}", "mlp", "down") for i in range(3)] == [True] * 3
+    assert [silent(p, f"layer_{i}", "attention", "out") for i in range(3)] == [True, False, False]
+    p = start.params_init(h.TARGET, SMALL(heads=2), jax.random.key(0), h.target_params())
+    assert silent(p, "layer_0", "attention", "out") and not silent(p, "layer_0", "mlp", "down")
+    assert p["layer_0"]["attention"]["q"]["kernel"].any()

@@ -38,11 +38,15 @@ def build(name, **how):
     )  # fmt: skip
 
 
-def selected(p, hidden, logits, token):
+def best(logits):
+    return np.argsort(-logits, kind="stable")[:C].tolist()
+
+
+def selected(p, hidden, logits, token, candidates):
     """{token: score} of the candidates of one row, by their places; hidden [D], logits [n]."""
     own = p["selector"]
     context = own["before"][token] * (hidden @ own["project"]["kernel"])
-    return {int(b): logits[b] + context @ own["after"][b] for b in np.argsort(-logits, kind="stable")[:C]}
+    return {b: logits[b] + context @ own["after"][b] for b in candidates}
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -50,22 +54,24 @@ def test_loss_and_gradient(name):
     """Against NumPy in float64: the rows' own cross-entropy, and that of the path where the text is among the candidates."""
     ids = VOCABULARIES[name]
     recipe = dflash2.recipe(h.TARGET, num_draft=K, config=CONFIG, selector=SELECTOR, vocabulary=ids)
-    columns, seen = list(range(h.V) if ids is None else ids), []
+    columns, seen, branch = list(range(h.V) if ids is None else ids), [], blocks.Branches()
 
     def reference(p):
         def read(hidden, tokens):
             logits = blocks.logits_by_hand(CONFIG, hidden, columns)
             before = np.concatenate([tokens, np.zeros(K, int)])
-            return [(x, selected(p, hidden[k], x, before[k])) for k, x in enumerate(logits)]
+            chosen = [branch.of(lambda x=x: best(x)) for x in logits]
+            return [(x, selected(p, hidden[k], x, before[k], chosen[k])) for k, x in enumerate(logits)]
 
         def nats(found, b, goal):
             (logits, scores), label = found, ref.TOKENS[b, goal]
-            place, best = columns.index(label) if label in columns else -1, ref.taught(b, goal).argmax() in columns
-            own = -np.log(ref.softmax(logits)[place]) if place >= 0 and best else 0.0
+            place, inside = columns.index(label) if label in columns else -1, ref.taught(b, goal).argmax() in columns
+            own = -np.log(ref.softmax(logits)[place]) if place >= 0 and inside else 0.0
             seen.append(place in scores)
             law = ref.softmax(np.asarray(list(scores.values())))
             return own - (np.log(law[list(scores).index(place)]) if place in scores else 0.0)
 
+        branch.again()
         return blocks.loss_by_hand(CONFIG, p, nats, np.exp(-1 / 4), read)
 
     ref.check(recipe, params_of(name), reference)
@@ -87,7 +93,7 @@ def test_a_block_in_training_is_the_block_that_is_drafted(name):
     by_hand = blocks.block_by_hand(exact, CONFIG, line[-1], ref.double(batch.output.features)[0, : n - 1])
     np.testing.assert_allclose(hidden, by_hand, atol=1e-5)
     for k, logits in enumerate(blocks.logits_by_hand(CONFIG, hidden, columns)):
-        scores = selected(exact, hidden[k], logits, tokens[n - 1 + k])
+        scores = selected(exact, hidden[k], logits, tokens[n - 1 + k], best(logits))
         law = np.full(h.V, -np.inf)
         law[[columns[b] for b in scores]] = np.log(ref.softmax(np.asarray(list(scores.values()))))
         np.testing.assert_allclose(draft.log_q[0, k], law, atol=1e-5)
@@ -100,9 +106,9 @@ def test_best_tokens():
     greedy, iid = build("all", siblings=SIBLINGS["point"]), build("all")
     state, sequences = blocks.state_after(iid, params, h.PROMPTS[2:])
     cold = sequences._replace(sampling=sequences.sampling._replace(temperature=jnp.zeros(3)))
-    best, drawn = (blocks.proposal(d, params, state, s)[0] for d, s in ((greedy, sequences), (iid, cold)))
-    assert best.log_q is None and greedy.children == "point"
-    np.testing.assert_array_equal(best.tokens, drawn.tokens)
+    top, drawn = (blocks.proposal(d, params, state, s)[0] for d, s in ((greedy, sequences), (iid, cold)))
+    assert top.log_q is None and greedy.children == "point"
+    np.testing.assert_array_equal(top.tokens, drawn.tokens)
     assert (np.isfinite(drawn.log_q).sum(-1) == 1).all()
 
 
@@ -119,8 +125,8 @@ def test_it_begins_as_dflash():
     one, other = (
         blocks.proposal(d, x, *blocks.state_after(d, x, h.PROMPTS[2:]))[0] for d, x in zip((ours, theirs), both, strict=True)
     )
-    best, at = jax.lax.top_k(other.log_q, C)
-    np.testing.assert_allclose(jnp.take_along_axis(one.log_q, at, -1), tempered(best, jnp.ones(3)), atol=1e-5)
+    highest, at = jax.lax.top_k(other.log_q, C)
+    np.testing.assert_allclose(jnp.take_along_axis(one.log_q, at, -1), tempered(highest, jnp.ones(3)), atol=1e-5)
 
 
 def test_groups_of_channels_divide_the_width():

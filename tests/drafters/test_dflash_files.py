@@ -26,7 +26,7 @@ TARGET_LM = LM(
     language_model(DEEP), h.target_params(), None, DEEP
 )  # of its parameters, embedding and head are all that is read
 STATES = "aux_hidden_state_layer_ids"
-PLAIN = dflash_config(DEEP, layers=2, taps=(1, 3, 5), mask_token=7)
+PLAIN = dflash_config(DEEP, layers=2, taps=(1, 3, 5), mask_token=7, qk_norm=True)
 FIRST = PLAIN._replace(anchor_first=True)
 QWEN = {
     **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": D, "vocab_size": h.V},

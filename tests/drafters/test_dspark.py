@@ -73,7 +73,7 @@ def test_loss_and_gradient(kind):
     heads, ids = KINDS[kind]
     recipe = dspark.recipe(h.TARGET, num_draft=K, config=CONFIG, heads=heads, vocabulary=ids)
     columns = list(range(h.V) if ids is None else ids)
-    taught = []  # what confidence is to be is data: it stays what it was where the parameters move
+    branch = blocks.Branches()  # where q is above p; and what confidence is to be, which is data
 
     def reference(p):
         def read(hidden, tokens):
@@ -85,14 +85,13 @@ def test_loss_and_gradient(kind):
             (logits, sure), law = found, ref.taught(b, goal)
             q = np.zeros(h.V)
             q[columns] = ref.softmax(logits)
-            distance, label = np.abs(q - law).sum(), ref.TOKENS[b, goal]
-            true = next(known) if known else 1 - distance / 2
-            if not known:
-                taught.append(true)
+            label, signs = ref.TOKENS[b, goal], branch.of(lambda: np.sign(q - law))
+            distance = signs @ (q - law)
+            true = branch.of(lambda: 1 - distance / 2)
             ce = -np.log(q[label]) if label in columns else 0.0
             return 0.1 * ce + 0.9 * distance - true * np.log(sigmoid(sure)) - (1 - true) * np.log(1 - sigmoid(sure))
 
-        known = iter(list(taught)) if taught else None
+        branch.again()
         return blocks.loss_by_hand(CONFIG, p, nats, np.exp(-1 / 4), read)
 
     ref.check(recipe, params_of(kind), reference)

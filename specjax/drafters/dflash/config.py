@@ -64,7 +64,7 @@ def dflash_config(target_config: Any, **flags) -> DFlashConfig:
     rest: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in flags.items() if n not in LayerConfig._fields}
     own = {"taps": default_taps(target_config.layers), "mask_token": target_config.vocab_size - 1}
     own["layers"] = max(min(5, target_config.layers // 2), 1)
-    return checked(DFlashConfig(**{**layer._asdict(), "qk_norm": flags.get("qk_norm", True), **own, **rest}))
+    return checked(DFlashConfig(**{**layer._asdict(), **own, **rest}))
 
 
 def checked(config: DFlashConfig) -> DFlashConfig:

@@ -23,6 +23,7 @@ from specjax.drafters import objectives
 from specjax.drafters.dflash import backbone, start
 from specjax.drafters.dflash import loss as block_loss
 from specjax.drafters.dflash.config import DFlashConfig
+from specjax.drafters.layer import if_begun
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
 from specjax.drafters.vocabulary import Ids, check, spread
@@ -104,7 +105,7 @@ def built(
         inputs = (anchor, n[:, None], state.cache, near, places)
         hidden = backbone.run_blocks(target, config, params, *inputs, num_draft=num_draft)[:, 0]
         draft = left_to_right(head, siblings, params, noise, sequences.sampling.temperature, hidden, anchor[:, 0])
-        return draft._replace(parents=jnp.where((n > 0)[:, None], draft.parents, -2)), state
+        return if_begun(draft, n), state
 
     def commit(params, state, out, verdict):
         return entered(config, params, state, kv.take(out.features, verdict.path), verdict.num_accepted + 1)

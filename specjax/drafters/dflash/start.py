@@ -25,8 +25,8 @@ def module_init(config: DFlashConfig, key) -> dict[str, Any]:
 def params_init(target: LanguageModel, config: DFlashConfig, key, target_params: Any) -> dict[str, Any]:
     """Parameters as training begins: the target's last layers and its norm, where their shapes are its own.
 
-    fc begins as the identity on the highest feature, and what a layer adds as zero: rows begin as embeddings, which are no
-    states that these layers of the target have ever met.
+    fc begins as the identity on the highest feature, convolutions as one on their rows; what a sublayer adds begins as zero
+    where the target has none like it.
     """
     own, known = module_init(config, key), target_params if isinstance(target_params, Mapping) else {}
     start = taken_over(own, {n: known[n] for n in ("norm",) if n in known})
@@ -40,22 +40,22 @@ def params_init(target: LanguageModel, config: DFlashConfig, key, target_params:
 
 def layer_init(config: DFlashConfig, own: Mapping[str, Any], donor: Mapping[str, Any]) -> dict[str, Any]:
     """A layer as training begins, from one of the target's."""
-    parts = {**donor}
-    if "attention" in donor:
-        parts["attention"] = {**own["attention"], **taken_over(own["attention"], split(config, donor["attention"]))}
+    theirs = split(config, donor["attention"]) if "attention" in donor else {}
+    parts = {**donor, "attention": {name: theirs.get(name, x) for name, x in own["attention"].items()}}
     start = taken_over(own, parts)
-    for name, part in (("attention", "out"), ("mlp", "down")):
-        start[name] = {**start[name], part: jax.tree.map(jnp.zeros_like, start[name][part])}
+    for name, part, there in (("attention", "out", "q" in theirs), ("mlp", "down", "mlp" in donor)):
+        if not there or jax.tree.map(jnp.shape, parts[name]) != jax.tree.map(jnp.shape, own[name]):
+            start[name] = {**start[name], part: jax.tree.map(jnp.zeros_like, start[name][part])}
     for name in ("attention_conv", "mlp_conv") if config.conv_taps else ():
         start[name] = {**start[name], "dynamic": jax.tree.map(jnp.zeros_like, start[name]["dynamic"])}
     return start
 
 
 def split(config: DFlashConfig, attention: Mapping[str, Any]) -> dict[str, Any]:
-    """A target's attention with q, and k and v, apart; as it is where it has other heads."""
+    """A target's attention with q, and k and v, apart; nothing where it has other heads."""
     c, group = config, config.heads // config.kv_heads
     if attention["qkv"]["kernel"].shape[-1] != c.kv_heads * (group + 2) * c.head_dim:
-        return {**attention}
+        return {}
     by_head = {n: x.reshape(*x.shape[:-1], c.kv_heads, group + 2, c.head_dim) for n, x in attention["qkv"].items()}
     part = lambda rows: {n: x[..., rows, :].reshape(*x.shape[:-3], -1) for n, x in by_head.items()}
     return {**attention, "q": part(slice(group)), "kv": part(slice(group, None))}

@@ -27,6 +27,7 @@ from specjax.drafters.eagle import loss as eagle_loss
 from specjax.drafters.eagle import start as eagle_start
 from specjax.drafters.eagle import tree as eagle_tree
 from specjax.drafters.eagle.head import EagleConfig, features_of
+from specjax.drafters.layer import if_begun, tokens_after
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
@@ -119,24 +120,15 @@ def built(
     """A drafter of `propose(noise, params, state, sequences) -> (Draft, the last Level)`, which runs `num_run` nodes."""
     if vocabulary is not None:
         check(vocabulary, target.vocab_size)
-    enter = functools.partial(entered, target, config)
+    absorb, commit = takers(config, functools.partial(entered, target, config))
 
     def init(params, batch, capacity):
         return empty(config, batch, capacity + max(0, num_run - num_nodes))  # room for a tree at the end of the text
 
-    def absorb(params, state, sequences, out, count):
-        index = state.cache.length[:, None] + 1 + jnp.arange(out.hidden.shape[1])[None]
-        tokens = kv.take(sequences.tokens, jnp.minimum(index, sequences.tokens.shape[1] - 1))
-        return enter(params, state, tokens, features_of(config, out), count)
-
     def drafted(noise, params, state, sequences):
         draft, last = propose(noise, params, state, sequences)
-        draft = draft._replace(parents=jnp.where((state.cache.length > 0)[:, None], draft.parents, -2))
+        draft = if_begun(draft, state.cache.length)
         return draft, state._replace(cache=last.cache)  # `commit` writes over what was drafted
-
-    def commit(params, state, out, verdict):
-        true = kv.take(features_of(config, out), verdict.path)
-        return enter(params, state, verdict.tokens, true, verdict.num_accepted + 1)
 
     return Drafter(
         init=init,
@@ -150,6 +142,20 @@ def built(
         features=config.taps,
         vocab_size=target.vocab_size,
     )
+
+
+def takers(config: EagleConfig, enter: Callable) -> tuple[Callable, Callable]:
+    """absorb and commit of `enter(params, state, tokens [B, T], features [B, T, M, D], count [B])`: true features."""
+
+    def absorb(params, state, sequences, out, count):
+        tokens = tokens_after(sequences, state.cache.length, out.hidden.shape[1])
+        return enter(params, state, tokens, features_of(config, out), count)
+
+    def commit(params, state, out, verdict):
+        true = kv.take(features_of(config, out), verdict.path)
+        return enter(params, state, verdict.tokens, true, verdict.num_accepted + 1)
+
+    return absorb, commit
 
 
 def empty(config: EagleConfig, batch: int, capacity: int) -> EagleState:

@@ -24,8 +24,9 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.eagle import loss as eagle_loss
 from specjax.drafters.eagle import start as eagle_start
-from specjax.drafters.eagle.drafter import read_module
+from specjax.drafters.eagle.drafter import read_module, takers
 from specjax.drafters.eagle.head import EagleConfig, features_of
+from specjax.drafters.layer import if_begun
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
 from specjax.drafters.vocabulary import Ids, check, spread
@@ -63,27 +64,18 @@ def peagle(target: LanguageModel, *, config: EagleConfig, num_draft: int, vocabu
         raise ValueError("masked False: a module without a mask drafts one token a pass: use `eagle`, or one of P-EAGLE's")
     if vocabulary is not None:
         check(vocabulary, target.vocab_size)
-    enter = functools.partial(entered, target, config)
+    absorb, commit = takers(config, functools.partial(entered, target, config))
 
     def init(params, batch, capacity):
         normed = jnp.zeros((batch, num_draft, config.width))
         return ParallelState(eagle_head.empty_cache(config, batch, capacity), normed)
-
-    def absorb(params, state, sequences, out, count):
-        index = state.cache.length[:, None] + 1 + jnp.arange(out.hidden.shape[1])[None]
-        tokens = kv.take(sequences.tokens, jnp.minimum(index, sequences.tokens.shape[1] - 1))
-        return enter(params, state, tokens, features_of(config, out), count)
 
     def propose(noise, params, state, sequences):
         logits = eagle_head.few_logits(target, config, vocabulary, params, state.normed)
         logits = logits if vocabulary is None else spread(logits, vocabulary, target.vocab_size)
         laws = jnp.swapaxes(tempered(logits, sequences.sampling.temperature), 0, 1)
         draft = chain_draft(jnp.stack([pick(laws[i], noise(i + 1)[:, 0]) for i in range(num_draft)]), laws)
-        return draft._replace(parents=jnp.where((state.cache.length > 0)[:, None], draft.parents, -2)), state
-
-    def commit(params, state, out, verdict):
-        true = kv.take(features_of(config, out), verdict.path)
-        return enter(params, state, verdict.tokens, true, verdict.num_accepted + 1)
+        return if_begun(draft, state.cache.length), state
 
     return Drafter(
         init=init,
