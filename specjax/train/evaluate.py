@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from specjax.drafters import objectives
 from specjax.drafters.recipe import Recipe, labels, with_output
 from specjax.metrics import cut, statistics
 from specjax.sampling import SamplingParams
+from specjax.schedule.confidence import Outcomes, law_margins, outcomes
 from specjax.train.loop import Evaluate
 from specjax.train.packing import Batches
 from specjax.types import Drafter, LanguageModel, Params, RoundInfo, Rule
@@ -177,6 +178,37 @@ def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]
         rank = path[there & (accepted > level), level + 1] - best
         rates[level] = np.bincount(rank, minlength=ranks) / max(there.sum(), 1)
     return rates
+
+
+class Watched(NamedTuple):
+    """What a drafter said of its chains [R, K] and what became of them, in rounds that were verified whole."""
+
+    confidence: np.ndarray | None  # as it gave it; None where it has none
+    margins: np.ndarray | None  # of its logits, see `confidence.law_margins`; None where tokens were drawn from no law
+    outcomes: Outcomes
+
+
+def watched(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]], *, temperature: float, **settings) -> Watched:
+    """Rounds of real decoding for calibrating confidences; a request's last round is left out, for its end is no refusal.
+
+    Args:
+      drafter: of chains.
+      params: of target and drafter.
+      prompts: token ids.
+      temperature: of all requests.
+      **settings: of `decoding`: target, rule, new_tokens.
+    """
+
+    def look(draft, log_p, verdict):
+        heat = jnp.full(draft.tokens.shape[0], temperature)
+        margins = None if draft.log_q is None else law_margins(draft.log_q, heat)
+        return verdict.num_accepted, (draft.parents >= -1).sum(1), draft.confidence, margins
+
+    log = decoding(prompts, drafter=drafter, probe=look, temperature=temperature, **settings)(params)
+    ran = np.asarray(log.emitted) > 0
+    ran &= np.cumsum(ran, 1) < ran.sum(1, keepdims=True)
+    accepted, drafted, confidence, margins = (None if x is None else np.asarray(x)[ran] for x in log.probed)
+    return Watched(confidence, margins, outcomes(cast(Any, accepted), cast(Any, drafted), drafter.num_nodes))
 
 
 def _accepted_rows(draft, log_p, verdict) -> tuple:

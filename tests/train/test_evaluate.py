@@ -10,7 +10,7 @@ import pytest
 
 from specjax.drafters.medusa import medusa
 from specjax.drafters.recipe import Batch
-from specjax.train.evaluate import comb, kept_mass, rank_rates
+from specjax.train.evaluate import comb, decoding, kept_mass, rank_rates, watched
 from specjax.types import Params
 from specjax.verify import RULES
 
@@ -84,3 +84,20 @@ def test_the_mass_that_a_draft_vocabulary_keeps():
         kept = jax.nn.softmax(logits, -1)[:, jnp.asarray(ids)].sum(-1)
         laws += [float(kept[t]) for t in range(last - first - 1) if mask[row, first + t + 1]]
     np.testing.assert_allclose(found, np.mean(laws), rtol=1e-5)
+
+
+def test_watched_rounds_are_those_of_decoding():
+    """Confidences of a drafter that gives them, margins of its laws, and what became of each; no request's last round."""
+    drafter, params = h.drafter("dspark", 3), Params(h.target_params(), h.drafter_params("dspark"))
+    how = dict(target=h.TARGET, drafter=drafter, rule=RULES["rejection"], new_tokens=16, temperature=1.0)
+    rounds = decoding(h.PROMPTS, **how)(params)
+    seen = watched(params=params, prompts=h.PROMPTS, **how)
+    ran = np.asarray(rounds.emitted) > 0
+    accepted = np.concatenate([np.asarray(a)[on][:-1] for a, on in zip(rounds.accepted, ran, strict=True)])
+    assert seen.outcomes.accepted.sum(1).tolist() == accepted.tolist() and accepted.any()
+    assert seen.confidence.shape == seen.margins.shape == (len(accepted), 3)
+    assert ((seen.confidence > 0) & (seen.confidence < 1)).all() and (seen.margins >= 0).all()
+    point = h.drafter("dflash, point", 3)
+    how |= dict(drafter=point, rule=RULES["target_match"])
+    seen = watched(params=Params(h.target_params(), h.drafter_params("dflash")), prompts=h.PROMPTS, **how)
+    assert seen.confidence is None and seen.margins is None
