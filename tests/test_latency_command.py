@@ -67,15 +67,17 @@ def test_bad_input_is_one_line(capsys, model, arguments, message):
 
 
 def test_under_load_a_fixed_k_loses_and_a_schedule_does_not(capsys, model, tmp_path):
-    """On an H100: one request gains from all seven tokens; at 512 even drafting costs too much, and a budget does without."""
-    common = [model, "--drafter", "dspark", "--num-draft", "7", "--prompt", "16", "--generated", "96"]
-    status, found, _ = run(
-        capsys, *common, "--concurrency", "1,64,512", "--policies", "plain,fixed,fixed_budget", command="serve-sim"
-    )
+    """On an H100, prompts eight times as long as answers: one request gains from all seven tokens, 512 from none.
+
+    There reading is what everything waits for.  Algorithm 1 pays for the drafter all the same; a budget gives nothing away.
+    """
+    common = [model, "--drafter", "dspark", "--num-draft", "7", "--generated", "64", "--concurrency", "1,64,512"]
+    status, found, _ = run(capsys, *common, "--policies", "plain,fixed,early_stop,fixed_budget", command="serve-sim")
     speed = {(row["concurrency"], row["policy"]): row["tokens_per_second"] for row in found["loads"]}
     assert status == 0 and speed[1, "fixed"] > 2 * speed[1, "plain"]
-    assert speed[64, "plain"] < speed[64, "fixed"] < speed[64, "fixed_budget"]
-    assert speed[512, "fixed"] < 0.9 * speed[512, "plain"] and speed[512, "fixed_budget"] > 0.97 * speed[512, "plain"]
+    for load in (1, 64, 512):
+        assert speed[load, "fixed_budget"] > 0.97 * max(speed[load, "plain"], speed[load, "fixed"])
+    assert speed[512, "fixed"] < 0.9 * speed[512, "plain"] and speed[512, "early_stop"] < 0.9 * speed[512, "plain"]
 
     rng = np.random.default_rng(0)  # measured rounds in which nothing is ever accepted: speculation only costs
     np.savez(tmp_path / "trace.npz", confidence=rng.random((64, 3)), accepted=np.zeros(64, int))

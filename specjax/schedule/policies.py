@@ -5,7 +5,8 @@ asked for lengths [B] once the round's confidences [B, K] are known.  None = a r
 for the drafter; the other lengths do, however short.
 
 Prompts that a round reads besides are not in the costs that lengths are weighed by: every token emitted brings its share of
-reading with it, and a round whose reading counts as given makes drafted tokens look cheap beside it.
+reading with it, and a round whose reading counts as given makes drafted tokens look cheap beside it.  But where prompts are
+left over for later rounds, reading is what everything waits for: it goes as fast as rounds are short.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax.latency.cost_table import CostTable
+from specjax.latency.cost_table import CostTable, draft_seconds, pass_seconds
 from specjax.schedule.verify_length import early_stop_lengths, fixed_budget_lengths, plan_budget, threshold_lengths
 
 
@@ -26,6 +27,8 @@ class View(NamedTuple):
     earlier: np.ndarray  # [B, K] confidences of an earlier round of each request, NaN where it had none
     slots: np.ndarray  # [] cached tokens of all of them
     rounds: int  # so far
+    read: int = 0  # tokens of prompts that this round reads besides
+    unread: int = 0  # and those that are left over for later ones
 
 
 Lengths = Callable[[np.ndarray], np.ndarray]  # confidence [B, K] -> lengths [B]
@@ -52,24 +55,40 @@ def early_stop() -> Policy:
     return lambda view: lambda confidence: early_stop_lengths(confidence, view.table, _all(confidence), view.slots)
 
 
-def fixed_budget(*, probe_every: int = 64) -> Policy:
+def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
     """A budget from earlier confidences, given to the best tokens of this round; plain rounds where drafting does not pay.
 
-    Every `probe_every` rounds it drafts all the same, so that what it knows does not grow old.  A request that has not
-    drafted yet is taken for the mean of those that have; before there are any, for certain of everything.
+    It drafts where nothing is known of any request, and every `probe_every` rounds, so that what it knows does not grow old.  A
+    request that has not drafted yet is taken for the mean of those that have.  What is verified where that may not pay, or
+    while prompts are left over, makes a round longer by a share of `slack` at most.
     """
 
     def policy(view: View) -> Lengths | None:
         unknown = np.isnan(view.earlier)
+        ignorant = bool(unknown.all())
         mean = np.where(unknown, 0, view.earlier).sum(0) / np.maximum((~unknown).sum(0), 1)
         likely = np.where(unknown.all(0), 1, mean)
         known = np.where(unknown, likely[None], view.earlier).astype(view.table.verify.dtype)
         plan = plan_budget(known, view.table, _all(known), view.slots)
-        if plan.plain_rate >= plan.rate and view.rounds % probe_every:
+        pays = bool(plan.rate > plan.plain_rate) and not ignorant
+        look = ignorant or not view.rounds % probe_every
+        if pays and not view.unread:
+            budget = plan.budget
+        else:
+            budget = min(plan.budget, affordable(view, slack, drafted=look))
+        if not look and not (pays and budget > 0):
             return None
-        return lambda confidence: fixed_budget_lengths(confidence, plan.budget, _all(confidence))
+        return lambda confidence: fixed_budget_lengths(confidence, np.asarray(budget), _all(confidence))
 
     return policy
+
+
+def affordable(view: View, slack: float, *, drafted: bool) -> int:
+    """How many tokens make the round longer by a share of `slack` at most: beside the drafting, or where `drafted` after it."""
+    tokens = np.arange(view.earlier.size + 1) + len(view.earlier) + view.read
+    seconds = pass_seconds(view.table, tokens, view.slots)
+    drafting = 0 if drafted else draft_seconds(view.table, np.asarray(len(view.earlier)))
+    return int((seconds[1:] + drafting - seconds[0] <= slack * seconds[0]).sum())
 
 
 def _all(rows: np.ndarray) -> np.ndarray:

@@ -179,7 +179,7 @@ class _Replica:
         ready = self.running[self.unread[self.running] == 0]
         ready = ready[~np.isin(ready, read[0])]  # read to the end in this round: they decode from the next one
         slots = np.asarray(self.context[self.running].sum())
-        lengths = self._lengths(ready, slots)
+        lengths = self._lengths(ready, slots, read[1])
         tokens = np.asarray(len(ready) + read[1] + (0 if lengths is None else lengths.sum()))
         seconds = float(pass_seconds(self.server.table, tokens, slots))
         if lengths is not None:
@@ -197,7 +197,7 @@ class _Replica:
         self.context[want] += count
         return want[count > 0], int(count.sum())
 
-    def _lengths(self, ready: np.ndarray, slots: np.ndarray) -> np.ndarray | None:
+    def _lengths(self, ready: np.ndarray, slots: np.ndarray, read: int) -> np.ndarray | None:
         if not len(ready):
             return None
         earlier = np.full((len(ready), self.trace.confidence.shape[1]), np.nan)
@@ -206,7 +206,8 @@ class _Replica:
             seen = np.searchsorted(requests, ready).clip(0, len(requests) - 1)
             hit = requests[seen] == ready
             earlier[hit] = confidence[seen[hit]]
-        lengths = self.policy(View(self.server.table, earlier, slots, self.num_rounds))
+        unread = int(self.unread[self.running].sum())
+        lengths = self.policy(View(self.server.table, earlier, slots, self.num_rounds, read, unread))
         if lengths is None:
             return None
         drafted = self.trace.confidence[self.place[ready] % len(self.trace.accepted)]

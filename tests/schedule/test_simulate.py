@@ -180,6 +180,32 @@ def test_schedules_follow_the_load(steady, slots):
     assert here["early stop"] > 0.99 * max(here["fixed"], here["threshold"])
 
 
+def test_while_prompts_wait_drafts_take_a_share_of_the_round():
+    """A token costs .01 s here and a pass 1 s: of 2 % of a round of 1.02 s two tokens are bought, if drafting is free."""
+    costs = cost_table([1, 1000], [1.01, 11.0])
+    view = policies.View(costs, np.full((2, 5), 0.99), np.asarray(0), rounds=1, unread=40)
+    assert [policies.affordable(view, share, drafted=False) for share in (0.02, 1.0)] == [2, 10]
+    dear = view._replace(table=cost_table([1, 1000], [1.01, 11.0], draft=[0.05]))
+    assert [policies.affordable(dear, 0.06, drafted=on) for on in (False, True)] == [1, 6]
+    policy, drafted = policies.fixed_budget(slack=0.02), np.full((2, 5), 0.99)
+    assert policy(view)(drafted).sum() == 2 and policy(view._replace(unread=0))(drafted).sum() == 10
+    assert policy(dear) is None and policy(dear._replace(rounds=64))(drafted).sum() == 2  # drafts so as to look
+    blind = view._replace(earlier=np.full((2, 5), np.nan), unread=0)
+    assert policy(blind)(drafted).sum() == 2  # and so it does before it knows any
+
+
+def test_a_policy_is_told_what_is_read():
+    """Prompts of 5 and 4 tokens, of which all but the last are read beforehand, 3 a round."""
+    told = []
+
+    def spy(view):
+        told.append((len(view.earlier), view.read, view.unread))
+
+    one = requests((0, 1, 9), (0, 5, 1), (0, 4, 1))
+    simulate.simulate(one, constant_trace(0), Server(FLAT, 3, prefill_chunk=3), spy)
+    assert told[:3] == [(1, 3, 4), (1, 3, 1), (2, 1, 0)]
+
+
 def test_four_thousand_requests():
     workload = simulate.backlog(np.random.default_rng(3), 4096, prompt=16, output=6)
     made = simulate.simulate(workload, trace(), Server(table(4096), 4096, prefill_chunk=1 << 16), policies.early_stop())
