@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 import specjax
-from specjax import bench
+from specjax import api, bench
 from specjax.demo import chat
 from specjax.drafters import METHODS
 from specjax.drafters.base import parse_options
@@ -65,8 +65,29 @@ def measure(lm, contenders, prompts, temperature, new_tokens):
     for r, cost in zip(results, passes, strict=True):
         each = {k: bench.tau([s for s, (kind, _) in zip(r.samples, prompts, strict=True) if kind == k]).mean for k in kinds}
         even = (cost.draft_ms + cost.verify_ms) / passes[0].verify_ms
-        rows.append({**bench.record(r._replace(passes=cost)), "break_even": even, "tau_by_category": each})
+        differ, margin = triage(lm, work.prompts, results[0], r) if r.same_tokens_as_plain is False else (0, 0.0)
+        facts = {"break_even": even, "tau_by_category": each, "differ": differ, "margin": margin}
+        rows.append({**bench.record(r._replace(passes=cost)), **facts})
     return rows
+
+
+def triage(lm, prompts, plain, result):
+    """How many prompts got other tokens than plain decoding gave, and the largest margin by which a full pass would have
+    preferred plain's token where they part: one that rounding explains is a tie."""
+    score = jax.jit(lambda params, line: lm.model.apply(params, line, lm.model.init_cache(1, line.shape[1]))[0].logits[0])
+    gaps = []
+    for prompt, mine, theirs in zip(prompts, result.samples, plain.samples, strict=True):
+        a, b = mine.completions[0].tokens, theirs.completions[0].tokens
+        if a == b:
+            continue
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if at is None:  # one ended before the other: no tie
+            gaps.append(np.inf)
+            continue
+        line = np.asarray([[*api.encode(lm, prompt), *b[:at]]], np.int32)
+        row = score(lm.params, np.pad(line, ((0, 0), (0, -line.shape[1] % 64))))[line.shape[1] - 1]
+        gaps.append(float(row[b[at]] - row[a[at]]))
+    return len(gaps), max(gaps, default=0.0)
 
 
 def markdown(rows):
@@ -76,7 +97,8 @@ def markdown(rows):
     for r in rows:
         tau, fast = ("{mean:.2f} [{low:.2f}, {high:.2f}]".format(**r[name]) for name in ("tau", "speedup"))
         rates = " ".join(f"{x:.2f}" for x in r["per_position_acceptance_rate"])
-        same = {True: "yes", False: "no", None: "-"}[r["same_tokens_as_plain"]]
+        parted = f"{r['differ']} differ, by {r['margin']:.3f}"
+        same = {True: "yes", False: parted, None: "-"}[r["same_tokens_as_plain"]]
         cells = [f"{r['temperature']:g}", r["method"], r["rule"], r["nodes"], f"{r['parameters']:,}", tau, rates, same, fast]
         cells += [f"{r['t_draft_ms']:.2f} / {r['t_verify_ms']:.2f}", f"{r['break_even']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
