@@ -84,3 +84,23 @@ def test_when_does_it_pay(tmp_path):
     assert "alpha 0.8, k 4: 3.36 tokens a round, 2.80 times" in text and "bound by compute from 303 tokens" in text
     assert "batch 1, k 1: tau " in text and "512 requests: plain " in text
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+def test_sharded_target(tmp_path):
+    """Every cell runs with its own assertions, on eight devices: tokens stay, a layer sends two sums, placements are drawn."""
+    (path,) = [path for path in NOTEBOOKS if path.stem == "08_sharded_target"]
+    text, outputs = printed(run(path, tmp_path, NEW_TOKENS=12, NUM_DRAFT=2, METHODS=("mtp",)))
+    assert "8 devices (cpu), mesh data=4,model=2" in text and "mtp: same tokens as plain decoding on one device: True" in text
+    assert "layer_0    2 all-reduce" in text and "weights gathered: 0" in text
+    assert "2 KV heads do not divide by model=8" in text and "8 devices:   5.56 ms" in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
+def test_dflash_and_dspark(tmp_path):
+    """Every cell runs with its own assertions: a block drafter learns, text stays plain's, fuller servers verify less."""
+    sizes = dict(NUM_DRAFT=3, STEPS=12, JUDGE_EVERY=6, LENGTH=64, BATCH=4, PROMPTS=6, NEW_TOKENS=24, REQUESTS=(1, 256))
+    (path,) = [path for path in NOTEBOOKS if path.stem == "06_dflash_dspark"]
+    text, outputs = printed(run(path, tmp_path, **sizes))
+    assert "step 12: accuracy by position" in text and "T=1 dspark, trained here" in text and "tempered: ECE" in text
+    assert "1 requests: of 3 tokens each, early stop verifies 3.00" in text and "256 requests" in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
