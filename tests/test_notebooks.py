@@ -96,6 +96,14 @@ def test_sharded_target(tmp_path):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
+def test_eagle(tmp_path):
+    """Every cell runs with its own assertions: the module learns, the trees that grew are drawn, text stays plain's."""
+    sizes = dict(STEPS=16, JUDGE_EVERY=8, LENGTH=64, BATCH=4, PROMPTS=4, NEW_TOKENS=16, NUM_DRAFT=3, TOP_K=2, NODES=6)
+    text, outputs = printed(run(next(p for p in NOTEBOOKS if p.stem == "05_eagle"), tmp_path, **sizes))
+    assert "step 16: accuracy by step" in text and "T=1 eagle3, dynamic" in text and "T=0 eagle1" in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+
 def test_dflash_and_dspark(tmp_path):
     """Every cell runs with its own assertions: a block drafter learns, text stays plain's, fuller servers verify less."""
     sizes = dict(NUM_DRAFT=3, STEPS=12, JUDGE_EVERY=6, LENGTH=64, BATCH=4, PROMPTS=6, NEW_TOKENS=24, REQUESTS=(1, 256))

@@ -41,6 +41,7 @@ class Recipe(NamedTuple):
     drafter: Drafter | None = None  # what decodes with the trained params, for tau; None: there is nothing to decode
     features: tuple[int, ...] = ()  # layers of the target that the loss reads
     assemble: Callable = lambda trainable, target: Params(target, trainable)  # what decoding runs with
+    clean: Callable | None = None  # the loss without the noise that it adds to its inputs, to judge by; None: it adds none
 
 
 def labels(batch: Batch, ahead: int = 1) -> tuple[Array, Array]:

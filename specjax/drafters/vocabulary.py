@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters.recipe import Batch, Recipe
+from specjax.drafters.recipe import Recipe
 from specjax.types import Array, LanguageModel
 
 Ids = tuple[int, ...]
@@ -83,8 +83,8 @@ def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: 
     """
     inner, outer, place = make(narrowed(target, ids)), make(widened(target, ids)), places(ids, target.vocab_size)
 
-    def loss(trainable, target_params, batch: Batch, key):
-        return inner.loss(trainable, target_params, batch._replace(places=jnp.asarray(place)), key)
+    def scored(loss: Callable) -> Callable:
+        return lambda own, given, batch, key: loss(own, given, batch._replace(places=jnp.asarray(place)), key)
 
     def init(key, target_params):
         same = [jax.tree.map(jnp.shape, jax.eval_shape(one.init, key, target_params)) for one in (inner, outer)]
@@ -92,7 +92,8 @@ def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: 
             raise ValueError("a drafter with a vocabulary head of its own takes no draft vocabulary: leave one of them out")
         return outer.init(key, target_params)
 
-    return outer._replace(loss=loss, init=init)
+    clean = None if inner.clean is None else scored(inner.clean)
+    return outer._replace(loss=scored(inner.loss), init=init, clean=clean)
 
 
 def places(ids: Sequence[int], vocab_size: int) -> np.ndarray:

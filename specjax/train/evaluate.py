@@ -23,12 +23,13 @@ from specjax.types import Drafter, LanguageModel, Params, RoundInfo, Rule
 def held_out(recipe: Recipe, batches: Batches, *, steps: int, target: LanguageModel | None = None) -> Evaluate:
     """The recipe's loss and metrics on the first `steps` batches, pooled over their labels, as "held_out_...".
 
-    The same rows and keys every time; accuracy is teacher-forced.
+    The same rows and keys every time, without a recipe's noise; accuracy is teacher-forced.
     """
+    judge = recipe.loss if recipe.clean is None else recipe.clean
 
     @jax.jit
     def one(params, target_params, batch, key):
-        loss, metrics = recipe.loss(params, target_params, with_output(batch, target, target_params, recipe.features), key)
+        loss, metrics = judge(params, target_params, with_output(batch, target, target_params, recipe.features), key)
         return {**metrics, "loss": loss}
 
     def run(params, target_params):

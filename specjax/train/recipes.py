@@ -118,10 +118,11 @@ def eagle_1(
         width = noise * 512 / features.shape[1]
         return features + jax.random.uniform(key, features.shape, minval=-width, maxval=width)
 
-    return eagle.recipe(
-        target, num_draft=num_draft, config=config, vocabulary=vocabulary, paths=paths, steps=steps, decay=decay,
-        objective=objective, law=law, state=state, noise=blur,
+    how: dict[str, Any] = dict(
+        num_draft=num_draft, config=config, vocabulary=vocabulary, paths=paths, steps=steps, decay=decay, objective=objective,
+        law=law, state=state,
     )  # fmt: skip
+    return eagle.recipe(target, noise=blur, **how)._replace(clean=eagle.recipe(target, **how).loss)
 
 
 def peagle(

@@ -11,6 +11,7 @@ from specjax.drafters import blockwise, small
 from specjax.drafters.recipe import Recipe, labels
 from specjax.models import layers
 from specjax.models.transformer import language_model
+from specjax.train import recipes
 from specjax.train.self_check import self_check
 from specjax.verify import RULES
 
@@ -36,6 +37,22 @@ def check(recipe, name, **settings):
 def test_R21_every_drafter_drafts_what_its_loss_predicts(name):
     """Every token of every round, after prefill and after commits, chains and trees."""
     assert check(recipe_of(name), name) == {f"agreement_{i + 1}": 1.0 for i in range(K)}
+
+
+def test_noise_in_a_loss_is_no_fault():
+    """EAGLE-1 learns from features that are off at random, as its drafts are not; what it is judged by has none."""
+    noisy = recipes.eagle_1(h.TARGET, num_draft=K, config=h.EAGLES["eagle1"], noise=10.0)
+    with pytest.raises(ValueError, match="the loss predicts"):
+        check(noisy._replace(clean=None), "eagle1")
+    assert check(noisy, "eagle1") == {"agreement_1": 1.0}
+
+
+def test_ties_of_bfloat16_are_no_fault():
+    """Weights are looked at as float32: there no pass rounds another way than the one beside it."""
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, h.target_params())
+    recipe, rule = recipe_of("mtp"), RULES["rejection"]
+    found = self_check(recipe, params_of("mtp"), narrow, PROMPTS, target=h.TARGET, rule=rule)
+    assert found == {f"agreement_{i + 1}": 1.0 for i in range(K)}
 
 
 def while_drafting(recipe, enter):

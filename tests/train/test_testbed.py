@@ -67,7 +67,9 @@ def test_the_packaged_testbed():
     assert (Path(zoo.path("testbed")) / "card.md").is_file()
 
 
-@pytest.mark.parametrize("method", ["small", "blockwise", "medusa", "hydra", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["small", "blockwise", "medusa", "hydra", "mtp", "eagle1", "eagle3", "eagle3.1", "dflash", "dspark"]
+)
 def test_the_packaged_drafters(method):
     """Found by the target's name; they draft well above chance, and the text is plain decoding's."""
     lm = specjax.load("testbed")
