@@ -12,8 +12,9 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from specjax import decode, keys, sampling, zoo
+from specjax import decode, keys, sampling, sharding, zoo
 from specjax.drafters import METHODS
 from specjax.drafters.base import LoadedDrafter, options
 from specjax.metrics import Statistics, cut, statistics
@@ -84,7 +85,8 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
             settings[name] = _loaded(settings[name])
         elif not settings.get("weights"):
             raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
-    return METHODS[method].load(lm, num_draft=num_draft, **settings)
+    loaded = METHODS[method].load(lm, num_draft=num_draft, **settings)
+    return sharding.loaded_over(loaded, sharding.mesh_of(lm.params), lm.params)
 
 
 def _loaded(model: str | LM | Sequence[str | LM]) -> LM | tuple[LM, ...]:
@@ -111,6 +113,7 @@ def generate(
     rule: str | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     stop: Sequence[str] = (),
+    mesh: str | Mesh | None = None,
 ) -> list[Completion]:
     """Generate for every prompt, speculatively, with the target's exact law.
 
@@ -123,6 +126,7 @@ def generate(
       rule: a key of RULES; None is the usual one of the drafter's method.
       sampling: parameters for all prompts, or a list with those of each.
       stop: strings that end a text; the text ends before the first of them.
+      mesh: spread the model over it first, as `load` does; one that `load` has spread stays where it lies.
 
     Returns:
       Completions in the order of the prompts; each depends on its own prompt, parameters and key alone.
@@ -130,6 +134,7 @@ def generate(
     Raises:
       ValueError: bad input, in one line.
     """
+    lm = sharding.lm_over(lm, mesh)
     session = begin(lm, drafter, prompts, key=key, max_new_tokens=max_new_tokens, rule=rule, params=sampling, stop=stop)
     for _ in advance(session, STOP_STRIDE if stop else session.capacity):
         pass
@@ -183,7 +188,8 @@ class Session(NamedTuple):
 
 def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) -> Session:
     """Check everything that can be checked, pad, and prefill."""
-    loaded = METHODS["plain"].load(lm) if drafter is None else drafter
+    loaded, mesh = METHODS["plain"].load(lm) if drafter is None else drafter, sharding.mesh_of(lm.params)
+    loaded = sharding.loaded_over(loaded, mesh, lm.params)
     law = find_rule(loaded.rule if rule is None else rule)
     decode.check(lm.model, loaded.drafter, law)
     ids = check_request(lm, prompts, key, max_new_tokens, params, stop)
@@ -202,7 +208,8 @@ def begin(lm: LM, drafter, prompts, *, key, max_new_tokens, rule, params, stop) 
     both, static = Params(lm.params, loaded.params), dict(target=lm.model, drafter=loaded.drafter)
     arrays = [jnp.asarray(x) for x in (tokens, lengths, ends, eos)]
     state = start(both, *arrays, request, sampling.stack(each, lm.model.vocab_size), **static)
-    state = prefill(both, state, chunk=64 if jax.default_backend() == "cpu" else 256, **static)
+    state = prefill(both, sharding.settled(state, mesh), chunk=64 if jax.default_backend() == "cpu" else 256, **static)
+    state = sharding.settled(state, mesh)
     return Session(lm, loaded, law, both, [state], capacity, ids, [], streams, [[] for _ in ids], [-1] * len(ids))
 
 
@@ -253,12 +260,13 @@ def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
 def advance(session: Session, stride: int) -> Iterator[None]:
     """Run to the end, `stride` rounds at a time, feeding the text streams and ending rows that met a stop string."""
     static = dict(target=session.lm.model, drafter=session.loaded.drafter, rule=session.rule, max_rounds=session.capacity)
+    mesh, fetch = sharding.mesh_of(session.params), sharding.fetch
     done = [0] * len(session.prompts)  # tokens already fed
     while True:
         state, log = run(session.params, session.state[0], jnp.asarray(stride), **static)
-        session.state[0] = state
-        session.logs.append(jax.tree.map(lambda x: np.asarray(x)[:, :stride], log))
-        status, length, tokens = np.array(state.status), np.asarray(state.length), np.asarray(state.tokens)
+        session.state[0] = state = sharding.settled(state, mesh)
+        session.logs.append(jax.tree.map(lambda x: fetch(x)[:, :stride], log))
+        status, length, tokens = np.array(fetch(state.status)), fetch(state.length), fetch(state.tokens)
         for row, text in enumerate(session.streams):
             new = tokens[row, len(session.prompts[row]) + done[row] : length[row]]
             done[row] += len(new)
@@ -266,7 +274,7 @@ def advance(session: Session, stride: int) -> Iterator[None]:
             session.text[row].append(step.text)
             if step.stop is not None and session.kept[row] < 0:
                 session.kept[row], status[row] = step.num_tokens, STOP
-        session.state[0] = state._replace(status=jnp.asarray(status))
+        session.state[0] = state._replace(status=jax.device_put(status, state.status.sharding))
         yield
         if not (status == RUNNING).any():
             return
@@ -275,14 +283,14 @@ def advance(session: Session, stride: int) -> Iterator[None]:
 def complete(session: Session, row: int) -> Completion:
     """What a row has become, with nothing in it or its counts that was cut."""
     state = session.state[0]
-    begin, end, status = len(session.prompts[row]), int(state.length[row]), int(state.status[row])
+    begin, end, status = len(session.prompts[row]), *(int(sharding.fetch(x)[row]) for x in (state.length, state.status))
     if session.streams:
         rest = session.streams[row].flush()
         session.text[row].append(rest.text)
         if rest.stop is not None and session.kept[row] < 0:
             session.kept[row], status = rest.num_tokens, STOP
     kept = end - begin if session.kept[row] < 0 else session.kept[row]
-    tokens = np.asarray(state.tokens[row, begin : begin + kept]).tolist()
+    tokens = sharding.fetch(state.tokens)[row, begin : begin + kept].tolist()
     rounds = RoundInfo(*(np.concatenate([log[i][row] for log in session.logs]) for i in range(3)))
     stats = statistics(cut(rounds, kept), session.loaded.drafter.depth)
     return Completion("".join(session.text[row]), tokens, FINISH_REASONS[status], session.prompts[row], stats)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from specjax import distributed
+
 
 def save(directory: str | Path, step: int, tree: Any, *, keep: int = 2) -> None:
     """Write `tree` as the checkpoint of `step` and delete all but the newest `keep`; an unfinished one never counts."""
@@ -20,10 +22,17 @@ def save(directory: str | Path, step: int, tree: Any, *, keep: int = 2) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     goal = directory / str(step)
     if goal.exists():
-        shutil.rmtree(goal)
+        _remove(goal)
     ocp.save(str(goal), tree)
     for old in steps(directory)[:-keep]:
-        shutil.rmtree(directory / str(old))
+        _remove(directory / str(old))
+
+
+def _remove(goal: Path) -> None:
+    """Delete a checkpoint, which one of several hosts does."""
+    if distributed.first():
+        shutil.rmtree(goal)
+    distributed.together(f"removed {goal.name}")
 
 
 def steps(directory: str | Path) -> list[int]:

@@ -11,26 +11,28 @@ FILES = sorted(ROOT.rglob("*.py"))
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
+ALL |= {"distributed"}
 TOOLS = {"cli", "commands", "flags", "console", "demo", "bench", "ceilings", "prompts"}
 MAY_IMPORT = {
     "types": set(),
     **{room: {"types"} for room in CORE - {"types"}},
     "metrics": CORE,
     "text": set(),
-    "models": CORE | {"text", "zoo"},
+    "models": CORE | {"text", "zoo", "sharding"},
     "verify": CORE,
     "drafters": CORE | {"models.layers", "names"},
     "decode": CORE | {"verify.draw"},
-    "engine": CORE | {"decode", "schedule", "metrics", "text"},
+    "engine": CORE | {"decode", "schedule", "latency", "metrics", "text"},
     "names": set(),
     "latency": {"types"},
     "schedule": {"types", "latency"},
-    "train": HEART | {"checkpoint", "sharding", "names"},
+    "train": HEART | {"checkpoint", "sharding", "distributed", "names", "schedule"},
     "lossless": HEART,
     "sharding": CORE,
-    "checkpoint": CORE,
+    "distributed": set(),
+    "checkpoint": CORE | {"distributed"},
     "zoo": set(),
-    "api": HEART | {"names", "zoo", "engine"},
+    "api": HEART | {"names", "zoo", "engine", "sharding"},
     "__init__": ALL,
     "__main__": {"cli"},
     **{tool: ALL | TOOLS for tool in TOOLS},

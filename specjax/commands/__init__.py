@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specjax import flags
-from specjax.commands import bench, demo, generate, latency, lossless, methods, serve_sim, train
+from specjax.commands import bench, demo, engine, generate, latency, lossless, methods, serve_sim, train
 
 RUN: dict[type, Callable] = {
     flags.Demo: demo.run,
@@ -13,6 +13,7 @@ RUN: dict[type, Callable] = {
     flags.Lossless: lossless.run,
     flags.Latency: latency.run,
     flags.ServeSim: serve_sim.run,
+    flags.Engine: engine.run,
     flags.Testbed: train.testbed,
     flags.Corpus: train.corpus,
     flags.Drafter: train.drafter,

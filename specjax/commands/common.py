@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from specjax import api, demo, sampling, zoo
+from specjax import api, demo, distributed, sampling, zoo
 from specjax.console import progress_bar, say
 from specjax.drafters.base import LoadedDrafter, options, parse_options, readable
 from specjax.flags import Bench, Drafting, Generate, Prompts, Target, settings
@@ -118,9 +118,14 @@ def check_counts(max_new_tokens: int, num_draft: Sequence[int]) -> None:
 
 
 def load_target(target: Target) -> LM:
-    """A model, with a bar while it is downloaded."""
+    """A model, with a bar while it is downloaded; what a mesh cannot divide is said."""
+    if target.mesh is not None:
+        distributed.join()
     with progress_bar("B") as progress:
-        return load(target.model, weights_dtype=target.weights_dtype, progress=progress)
+        lm = load(target.model, weights_dtype=target.weights_dtype, mesh=target.mesh, progress=progress)
+    for note in lm.notes:
+        say(note)
+    return lm
 
 
 def build_drafter(lm: LM, method: str, num_draft: int, drafting: Drafting) -> LoadedDrafter:
@@ -129,4 +134,7 @@ def build_drafter(lm: LM, method: str, num_draft: int, drafting: Drafting) -> Lo
     flags = {"model": models[0] if models else None, "models": models or None, "layers": drafting.exit_layers}
     given = {name: value for name, value in flags.items() if name in known and value is not None}
     given |= parse_options(api.METHODS[method].load, own_options(method, drafting))
-    return api.load_drafter(method, lm, num_draft=num_draft, **given)
+    loaded = api.load_drafter(method, lm, num_draft=num_draft, **given)
+    for note in loaded.notes:
+        say(f"{method}: {note}")
+    return loaded

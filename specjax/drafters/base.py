@@ -31,6 +31,7 @@ class LoadedDrafter(NamedTuple):
     params: Any
     card: Card
     rule: str = "rejection"  # the rule it is usually run with; a method's own where its options do not change it
+    notes: tuple[str, ...] = ()  # what a mesh could not divide, one line each
 
 
 class Method(NamedTuple):

@@ -1,11 +1,14 @@
-"""The engine: a queue, slots, and steps in which requests come, are filled, decode, and go."""
+"""The engine: a queue, slots, and steps in which requests come, are filled, decode, and go.
+
+A step costs a jitted call for each request that is admitted or filled, one for the rounds, and one copy to the host.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +16,12 @@ import numpy as np
 
 from specjax.engine import slots as device
 from specjax.engine.ask import Prompt, ask
-from specjax.engine.request import CANCELLED, Request
+from specjax.engine.plan import Planner
+from specjax.engine.request import CANCELLED, Load, QueueFull, Request
 from specjax.sampling import SamplingParams
+from specjax.schedule.limits import Schedule, told
 from specjax.text import Tokenizer
 from specjax.types import FINISH_REASONS, RUNNING, STOP, Array, Drafter, LanguageModel, Params, Rule
-
-
-class QueueFull(RuntimeError):
-    """As many requests are waiting as the engine will hold; later there may be room."""
-
-
-class Load(NamedTuple):
-    """How many requests are where."""
-
-    waiting: int
-    filling: int
-    running: int
-    free: int  # slots
 
 
 class Engine:
@@ -41,9 +33,10 @@ class Engine:
 
     def __init__(
         self, params: Params, *, target: LanguageModel, drafter: Drafter, rule: Rule, tokenizer: Tokenizer | None = None,
-        slots: int = 8, capacity: int = 1024, chunk: int = 64, stride: int = 1, max_waiting: int = 1024, max_eos: int = 8,
-        max_bias: int = 32, limit: Callable | None = None, schedule: Any = (), widths: Sequence[int] | None = None,
-        packs: Sequence[int] = (), key: Array | None = None, clock: Callable[[], float] = time.monotonic,
+        slots: int = 8, capacity: int = 1024, chunk: int = 64, fills: int = 4, stride: int = 1, max_waiting: int = 1024,
+        max_eos: int = 8, max_bias: int = 32, limit: Callable | None = None, schedule: Any = (),
+        widths: Sequence[int] | None = None, packs: Sequence[int] = (), planner: Planner | None = None,
+        key: Array | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Allocate, and compile everything that will ever run.
 
@@ -55,7 +48,9 @@ class Engine:
           tokenizer: for text in and out, and stop strings; without it prompts are token ids.
           slots: B, requests that decode at once.
           capacity: S, cache slots of each: prompt, new tokens, and a draft.
-          chunk: prompt tokens run between two stretches of rounds, so that those who wait for them wait no longer.
+          chunk: prompt tokens of one request that run between two stretches of rounds, so that those who wait for them wait
+            no longer.
+          fills: requests of which a chunk runs there, one after the other.
           stride: rounds between two looks of the host.  Requests that ended, and new ones, wait for its end.
           max_waiting: requests that may wait for a slot; more are refused.
           max_eos: ids that may end a request.
@@ -66,15 +61,26 @@ class Engine:
             verifies.  The drafter's own unless given; where there are none, a `limit` and no `packs`: powers of two.
           packs: numbers of tokens, each compiled: a round costs by the smallest that holds what all requests verify.
             Slots that are free then cost next to nothing, and requests may differ in length.
+          planner: how much each stretch of rounds verifies, in place of `limit` and `schedule`; where it says nothing, nothing
+            is drafted either.
           key: folds into the key of each request that brings none; `jax.random.key(0)` unless given.
           clock: seconds.
 
         Raises:
           ValueError: parts that do not fit together, or sizes that make no sense.
         """
+        if planner is not None:
+            if limit is not None or not drafter.chain:
+                raise ValueError("a planner gives lengths of chains, in place of a limit: leave out one, and draft a chain")
+            limit, schedule = told, Schedule(lengths=np.zeros(slots, np.int32))
+        if fills < 1:
+            raise ValueError(f"fills={fills}: read at least 1 prompt at a time")
         drafter = drafter if widths is None else drafter._replace(widths=tuple(widths))
         build = device.Build(target, drafter, rule, slots, capacity, chunk, stride, max_eos, max_bias, limit, tuple(packs))
         self._build = device.checked(build)
+        self._plain = () if planner is None else device.plain(self._build)  # with a drafter that keeps up, and without
+        self._behind = np.zeros(slots, bool)  # rows whose drafter has missed tokens
+        self._planner, self._fills = planner, fills
         self._params, self._tokenizer, self._clock = params, tokenizer, clock
         self._key = jax.random.key(0) if key is None else key
         self._max_waiting, self._submitted = max_waiting, 0
@@ -142,11 +148,15 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """Let requests in, run one chunk of prefill at most, then a stretch of rounds.  False when all have ended."""
-        self._admit()
-        self._fill()
+        """Let requests in, read on in the prompts of some, then run a stretch of rounds.  False when all have ended."""
+        self.read()
         self._decode()
         return bool(self._waiting) or any(self._slots)
+
+    def read(self) -> None:
+        """The first half of a step: let requests in, and run a chunk of some prompts."""
+        self._admit()
+        self._fill()
 
     def drain(self) -> None:
         """Step until all have ended."""
@@ -185,7 +195,7 @@ class Engine:
         shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (self._state.schedule, schedule)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"schedule of shapes {shapes[1]}: this engine was built with {shapes[0]}")
-        self._state = self._state._replace(schedule=copied(schedule))
+        self._state = self._state._replace(schedule=device.copied(schedule))
 
     def _ask(self, prompt, max_new_tokens, sampling, eos_ids, key):
         return ask(
@@ -196,12 +206,13 @@ class Engine:
     def _warm_up(self, schedule: Any):
         """A state of free slots, once every program has run on it."""
         first, slot = self._ask([0], 1, SamplingParams(), (), self._key), np.int32(0)
-        state = device.idle(self._params, first, copied(schedule), build=self._build)
+        state = device.idle(self._params, first, device.copied(schedule), build=self._build)
         state = device.admit(self._params, state, slot, first, build=self._build)
         state = device.fill(self._params, state, slot, build=self._build)
+        nobody = np.zeros(len(self._slots), bool)
         for unused in ((), device.UNUSED):
-            nobody = np.zeros(len(self._slots), bool)
-            state, _ = device.rounds(self._params, state, nobody, build=self._build, unused=unused)
+            for build in (self._build, *self._plain):
+                state, _ = device.rounds(self._params, state, nobody, build=build, unused=unused)
         return state
 
     def _admit(self) -> None:
@@ -212,38 +223,53 @@ class Engine:
                 self._state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
                 self._slots[slot] = new
                 new.admitted(self._clock())
+                self._behind[slot] = False
+                if self._planner is not None:
+                    self._planner.admit(slot)
 
     def _fill(self) -> None:
-        """One chunk of the prompt that came first."""
+        """A chunk of each of the prompts that came first."""
         filling = [(request.id, slot, request) for slot, request in enumerate(self._slots) if request and request.chunks]
-        if filling:
-            _, slot, request = min(filling)
+        for _, slot, request in sorted(filling)[: self._fills]:
             self._state = device.fill(self._params, self._state, np.int32(slot), build=self._build)
             request.chunks -= 1
 
     def _decode(self) -> None:
         """A stretch of rounds for those whose prompt is in, and what it brought them."""
-        running = {slot: request for slot, request in enumerate(self._slots) if request and not request.chunks}
+        running = [(slot, request) for slot, request in enumerate(self._slots) if request and not request.chunks]
         if not running:
             return
-        active = np.isin(np.arange(len(self._slots)), list(running))
-        unused = device.UNUSED if all(request.lean for request in running.values()) else ()
-        self._state, out = device.rounds(self._params, self._state, active, build=self._build, unused=unused)
-        out = jax.device_get(out)
-        now = self._clock()
-        for slot, request in running.items():
-            counts = np.stack([out.drafted[slot], out.accepted[slot], out.emitted[slot]])
+        active = np.zeros(len(self._slots), bool)
+        active[[slot for slot, _ in running]] = True
+        build = self._build if self._planner is None else self._planned(self._planner, active, running)
+        unused = device.UNUSED if all(request.lean for _, request in running) else ()
+        self._state, brought = device.rounds(self._params, self._state, active, build=build, unused=unused)
+        out, now = device.stretch(brought, build), self._clock()
+        if self._planner is not None:
+            self._planner.learn(out.counts[:, 0], out.counts[:, 1])
+        for slot, request in running:
+            counts = out.counts[slot]
             stopped = request.take(out.tokens[slot, : counts[2].sum()].tolist(), counts, now)
             status = STOP if stopped else int(out.status[slot])
             if status != RUNNING:
                 self._slots[slot] = None
                 self._end(request, FINISH_REASONS[status])
 
+    def _planned(self, planner: Planner, active: np.ndarray, running: list[tuple[int, Request]]) -> device.Build:
+        """The rounds that a planner wants, once its lengths are in the state."""
+        cached = np.zeros(len(active))
+        for slot, request in running:
+            cached[slot] = request.ask.length + len(request.tokens)
+        able = active & ~self._behind
+        plan = planner.plan(active, able, cached)
+        lengths = None if plan.lengths is None else np.where(able, plan.lengths, 0).astype(np.int32)
+        if lengths is not None and lengths.any():
+            self._state = self._state._replace(schedule=Schedule(lengths=lengths))
+            return self._build
+        keep_up = plan.keep_up and able.any()
+        self._behind |= active & (not keep_up)
+        return self._plain[0 if keep_up else 1]
+
     def _end(self, request: Request, reason: str) -> None:
         result = request.end(reason, self._build.drafter.depth, self._clock())
         self.ended[result.finish_reason] += 1
-
-
-def copied(schedule: Any):
-    """Arrays of the engine's own, since its state is donated; a plain number gets a type for good."""
-    return jax.tree.map(lambda x: jnp.array(x, jnp.asarray(x).dtype), schedule)

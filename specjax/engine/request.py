@@ -15,6 +15,19 @@ from specjax.types import FINISH_REASONS, STOP, RoundInfo
 CANCELLED = "cancelled"
 
 
+class QueueFull(RuntimeError):
+    """As many requests are waiting as the engine will hold; later there may be room."""
+
+
+class Load(NamedTuple):
+    """How many requests are where."""
+
+    waiting: int
+    filling: int
+    running: int
+    free: int  # slots
+
+
 class Times(NamedTuple):
     """Seconds on the engine's clock.  Tokens of one stretch of rounds arrive together and share a time."""
 

@@ -8,16 +8,17 @@ they are free, being filled, or were cancelled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import decode, keys
 from specjax.cache import take
 from specjax.sampling import SamplingParams
-from specjax.types import STOP, Array, Drafter, KVCache, LanguageModel, Params, Rule, State
+from specjax.types import STOP, Array, Draft, Drafter, KVCache, LanguageModel, Output, Params, Rule, Sequences, State, Verdict
 
 
 class Build(NamedTuple):
@@ -53,6 +54,55 @@ def checked(build: Build) -> Build:
     return build._replace(drafter=build.drafter._replace(widths=widths))
 
 
+def plain(build: Build) -> tuple[Build, Build]:
+    """The same with rounds in which nothing is drafted, on the same state: with a drafter that keeps up, and with one that
+    does not.
+
+    A row that has been through rounds of the second kind must not be drafted for again: the drafter has missed tokens.
+    """
+    of = lambda drafter: build._replace(drafter=drafter(build.drafter, build.target), limit=None)
+    return of(keeping_up), of(left_behind)
+
+
+@cache  # the same drafter for the same arguments: a rebuilt closure would recompile
+def keeping_up(drafter: Drafter, target: LanguageModel) -> Drafter:
+    """A drafter of the same state that proposes nothing, and takes in what the target ran, so that it can propose again.
+
+    One that learns nothing from `commit` keeps up by proposing, which is then thrown away: it pays for its drafts.
+    """
+
+    def propose(noise, params, state, sequences):
+        if takes_in(drafter, target, params, state, sequences.length.shape[0]):
+            return no_draft(sequences), state
+        return no_draft(sequences), drafter.propose(noise, params, state, sequences)[1]
+
+    return drafter._replace(propose=propose, num_nodes=0, depth=0, children="point", chain=True, widths=())
+
+
+@cache  # as above
+def left_behind(drafter: Drafter, target: LanguageModel) -> Drafter:
+    """A drafter of the same state that does nothing at all."""
+    idle = keeping_up(drafter, target)._replace(features=())
+    return idle._replace(
+        propose=lambda noise, params, state, sequences: (no_draft(sequences), state),
+        commit=lambda params, state, out, verdict: state,
+    )
+
+
+def no_draft(sequences: Sequences) -> Draft:
+    """A draft of no nodes."""
+    none = jnp.zeros((sequences.length.shape[0], 0), jnp.int32)
+    return Draft(none, none)
+
+
+def takes_in(drafter: Drafter, target: LanguageModel, params: Params, state: Any, rows: int) -> bool:
+    """Whether `commit` brings the state up to date by itself, or there is no state; else `propose` does."""
+    features = jnp.zeros((rows, 1, len(drafter.features), target.width))
+    out = Output(jnp.zeros((rows, 1, target.vocab_size)), jnp.zeros((rows, 1, target.width)), features)
+    one, none = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
+    return not jax.tree.leaves(state) or drafter.commit(params, state, out, Verdict(one, none, one)) is not state
+
+
 class Ask(NamedTuple):
     """A request as the device knows it: the arguments of `decode.start` for one row."""
 
@@ -65,13 +115,11 @@ class Ask(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What rounds brought; zero for rows that were not active."""
+    """What rounds brought, on the host; zero for rows that were not active."""
 
-    tokens: Any  # [B, stride * (K+1)] new tokens, junk past emitted.sum(1)
-    status: Any  # [B]
-    drafted: Any  # [B, stride], with the next two a RoundInfo
-    accepted: Any  # [B, stride]
-    emitted: Any  # [B, stride]
+    tokens: np.ndarray  # [B, stride * (K+1)] new tokens, junk past what was emitted
+    status: np.ndarray  # [B]
+    counts: np.ndarray  # [B, 3, stride] drafted, accepted, emitted: a RoundInfo
 
 
 UNUSED = tuple(field for field in SamplingParams._fields if field != "temperature")
@@ -120,10 +168,11 @@ def fill(params: Params, state: State, slot: Array, *, build: Build) -> State:
 
 
 @partial(jax.jit, static_argnames=("build", "unused"), donate_argnames="state")
-def rounds(params: Params, state: State, active: Array, *, build: Build, unused: tuple[str, ...] = ()) -> tuple[State, Stretch]:
-    """Up to `stride` rounds for the rows that are `active` [B]; `unused` fields of sampling are compiled out.
+def rounds(params: Params, state: State, active: Array, *, build: Build, unused: tuple[str, ...] = ()) -> tuple[State, Array]:
+    """Up to `stride` rounds for the rows that are `active` [B]: the state, and what `stretch` reads, in one array.
 
-    What such a field would have done to rows that do not use it is nothing, bit for bit.
+    `unused` fields of sampling are compiled out: what such a field would have done to rows that do not use it is nothing,
+    bit for bit.
     """
     sampling = state.sampling._replace(**dict.fromkeys(unused))
     held = state._replace(status=jnp.where(active, state.status, STOP), sampling=sampling)
@@ -134,4 +183,15 @@ def rounds(params: Params, state: State, active: Array, *, build: Build, unused:
     after = after._replace(status=jnp.where(active, after.status, state.status), sampling=state.sampling)
     new = jnp.arange(build.stride * (build.drafter.depth + 1))[None]
     tokens = take(after.tokens, jnp.minimum(state.length[:, None] + new, build.capacity - 1))
-    return after, Stretch(tokens, after.status, log.drafted, log.accepted, log.emitted)
+    return after, jnp.concatenate([log.drafted, log.accepted, log.emitted, after.status[:, None], tokens], 1)
+
+
+def stretch(brought: Array, build: Build) -> Stretch:
+    """What `rounds` brought: waits for it, and copies it to the host in one piece."""
+    rows, r = np.asarray(brought), build.stride
+    return Stretch(rows[:, 3 * r + 1 :], rows[:, 3 * r], rows[:, : 3 * r].reshape(-1, 3, r))
+
+
+def copied(schedule: Any):
+    """Arrays of the engine's own, since its state is donated; a plain number gets a type for good."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.asarray(x).dtype), schedule)

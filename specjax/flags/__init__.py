@@ -10,13 +10,14 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from specjax.flags.engine import Engine, Slots
 from specjax.flags.latency import Chip, Drafts, Latency, ServeSim
 from specjax.flags.parts import Drafting, Names, Numbers, Output, Prompts, Sampling, Switch, Target
 from specjax.flags.train import Corpus, Drafter, Testbed, Train
 from specjax.names import guess
 
-__all__ = ["Bench", "Chip", "Corpus", "Demo", "Drafter", "Drafting", "Drafts", "Generate", "Latency", "Lossless",
-           "Methods", "Output", "Prompts", "ServeSim", "Target", "Testbed", "flags", "parse", "settings"]  # fmt: skip
+__all__ = ["Bench", "Chip", "Corpus", "Demo", "Drafter", "Drafting", "Drafts", "Engine", "Generate", "Latency", "Lossless",
+           "Methods", "Output", "Prompts", "ServeSim", "Slots", "Target", "Testbed", "flags", "parse", "settings"]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +126,7 @@ COMMANDS: dict[str, type] = {
     "lossless": Lossless,
     "latency": Latency,
     "serve-sim": ServeSim,
+    "engine": Engine,
     "train testbed": Testbed,
     "train corpus": Corpus,
     "train drafter": Drafter,
@@ -144,7 +146,7 @@ def parse(arguments: Sequence[str]) -> Any:
     try:
         with contextlib.redirect_stderr(said):
             command, rest = tyro.cli(
-                Demo | Methods | Generate | Bench | Lossless | Latency | ServeSim | Train,
+                Demo | Methods | Generate | Bench | Lossless | Latency | ServeSim | Engine | Train,
                 prog="specjax",
                 description="Speculative decoding of language models: faster, with the model's own law.",
                 args=list(arguments),

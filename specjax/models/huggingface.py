@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from specjax.models.families import config_from_hf
@@ -22,10 +23,13 @@ LEGACY = re.compile(r"\.(inv_freq|cos_cached|sin_cached|masked_bias|position_ids
 DTYPES = ("F32", "F16", "BF16")
 
 
-def read_directory(path: str | Path, *, dtype: Any = jnp.float32) -> tuple[dict, TransformerConfig, dict]:
+def read_directory(
+    path: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None
+) -> tuple[dict, TransformerConfig, dict]:  # fmt: skip
     """(config.json as a dict, architecture, parameters) of a published checkpoint directory.
 
-    Kernels, embedding and head become `dtype`; norms and biases float32.  Raises FileNotFoundError for a file that is not
+    Kernels, embedding and head become `dtype`; norms and biases float32.  With a mesh each device's part is read from the
+    file by itself, and of several hosts each reads its own.  Raises FileNotFoundError for a file that is not
     there and ValueError, always one line, for git-lfs pointers, damaged files, quantised tensors, unsupported
     architectures, and tensors that do not fit the config.
     """
@@ -38,7 +42,9 @@ def read_directory(path: str | Path, *, dtype: Any = jnp.float32) -> tuple[dict,
         config, shapes, read = _tie(config, shapes, read)
         # Gemma 3, the one family with post-norms, stores w of 1 + w
         shift = 1.0 if config.post_norms else 0.0
-        return published, config, assemble(config, shapes, read, source=path, dtype=dtype, norm_shift=shift)
+        return published, config, assemble(
+            config, shapes, read, source=path, dtype=dtype, norm_shift=shift, mesh=mesh
+        )  # fmt: skip
     finally:
         for file in files:
             file.__exit__(None, None, None)
@@ -73,8 +79,8 @@ def open_safetensors(path: Path):
         raise ValueError(f"{path}: truncated or damaged safetensors ({error}): download it again") from None
 
 
-def _catalogue(path: Path, files: list) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
-    """Shape by plain name of every text tensor, and a reader of one of them."""
+def _catalogue(path: Path, files: list) -> tuple[dict[str, Shape], Callable[..., np.ndarray]]:
+    """Shape by plain name of every text tensor, and a reader of one of them, or of slices of it."""
     where, shapes, bad = {}, {}, []
     for file in files:
         for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
@@ -90,21 +96,21 @@ def _catalogue(path: Path, files: list) -> tuple[dict[str, Shape], Callable[[str
         int8 = "int8 (bitsandbytes .SCB) weights" if any(".SCB" in name for name in bad) else "quantised or integer weights"
         raise ValueError(f"{path}: {int8} are not supported, use a float32, float16 or bfloat16 copy: {shortened(bad)}")
 
-    def read(plain: str) -> np.ndarray:
+    def read(plain: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         file, name = where[plain]
-        return file.get_tensor(name)
+        return file.get_tensor(name) if index is None else file.get_slice(name)[index]
 
     return shapes, read
 
 
-def _tie(config: TransformerConfig, shapes: dict[str, Shape], read: Callable[[str], np.ndarray]):
+def _tie(config: TransformerConfig, shapes: dict[str, Shape], read: Callable[..., np.ndarray]):
     """One tensor of a tied pair serves as both; a file that holds two different ones is not tied, whatever it says."""
     embedding, head = "embed_tokens.weight", "lm_head.weight"
     if not config.tied or head not in shapes:
         return config, shapes, read
     rest = {name: shape for name, shape in shapes.items() if name != head}
     if embedding not in shapes:
-        return config, {**rest, embedding: shapes[head]}, lambda name: read(head if name == embedding else name)
+        return config, {**rest, embedding: shapes[head]}, lambda name, *index: read(head if name == embedding else name, *index)
     if shapes[embedding] == shapes[head] and np.array_equal(read(embedding), read(head)):
         return config, rest, read
     return config._replace(tied=False), shapes, read

@@ -23,6 +23,8 @@ class Linear(nn.Module):
     """x [..., in] -> [..., *features], accumulated in float32 from weights of any dtype.
 
     A single row of bfloat16 falls on a very slow CPU kernel (184 ms against 18), so it is computed as two.
+
+    The kernel is [in, out], or [in, *features] where it was put on a mesh that cuts one of the features (`sharding.parted`).
     """
 
     features: tuple[int, ...]
@@ -32,20 +34,23 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         size = math.prod(self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], size), self.dtype)
-        y = matmul(x, kernel)
-        if self.bias:
-            y = y + last_axis(self.param("bias", nn.initializers.zeros, (size,), jnp.float32), y)
-        return y.reshape(x.shape[:-1] + self.features)
+        given = self.get_variable("params", "kernel")
+        shape = (x.shape[-1], size) if given is None or given.ndim == 2 else (x.shape[-1], *self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape, self.dtype)
+        y = matmul(x, kernel).reshape(x.shape[:-1] + self.features)
+        if not self.bias:
+            return y
+        bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
+        return y + bias.reshape((1,) * (x.ndim - 1) + self.features)
 
 
 def matmul(x: Array, kernel: Array, *, axis: int = 0) -> Array:
-    """x [..., in] times a kernel whose `axis` is in -> float32 [..., out].  A transposed kernel is never copied."""
+    """x [..., in] times a kernel whose `axis` is in -> float32 [..., *out].  A transposed kernel is never copied."""
     rows = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
     pad = rows.shape[0] == 1 and kernel.dtype == jnp.bfloat16
     rows = jnp.concatenate([rows, rows]) if pad else rows
     y = jax.lax.dot_general(rows, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-    return (y[:1] if pad else y).reshape(*x.shape[:-1], kernel.shape[1 - axis])
+    return (y[:1] if pad else y).reshape(*x.shape[:-1], *kernel.shape[:axis], *kernel.shape[axis + 1 :])
 
 
 def last_axis(vector: Array, x: Array) -> Array:
@@ -226,8 +231,8 @@ class Attention(nn.Module):
             more = [jnp.concatenate([x, new[:, :, :, None]], 3) for x, new in zip(columns, (new_k, new_v), strict=True)]
             y = attend(q, (*before, Segment(k, v, seen)), self.scale, Columns(*more))
             k, v = more
-        y = jnp.where(sound.all((2, 3))[:, :, None], y.reshape(*y.shape[:2], -1), jnp.nan)  # but not its own: it is broken
-        return Linear((self.width,), dtype=self.dtype, name="out")(packed(y, pack)), k, v
+        y = jnp.where(sound.all(3)[..., None, None], y, jnp.nan)  # but not its own: it is broken, in one head and so in the sum
+        return Linear((self.width,), dtype=self.dtype, name="out")(packed(y.reshape(*y.shape[:2], -1), pack)), k, v
 
 
 class MLP(nn.Module):

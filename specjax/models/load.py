@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from specjax import text, zoo
+from specjax import sharding, text, zoo
 from specjax.models import fetch
 from specjax.models.families import config_from_gguf, config_from_hf
 from specjax.models.gguf import open_gguf, read_gguf
@@ -32,6 +33,7 @@ class LM(NamedTuple):
     tokenizer: text.Tokenizer
     config: TransformerConfig
     name: str = ""  # a key of NAMES, if it was loaded by one: drafters are packaged for names
+    notes: tuple[str, ...] = ()  # what a mesh could not divide, one line each
 
 
 def load(
@@ -39,21 +41,24 @@ def load(
     *,
     weights_dtype: str = "float32",
     max_length: int | None = None,
+    mesh: str | Mesh | None = None,
     progress: fetch.Progress | None = None,
 ) -> LM:
     """A model by name ("smollm2-135m"), Hugging Face directory, .gguf file, or hub id ("org/name").
 
     weights_dtype "bfloat16" stores kernels, embedding and head in bfloat16 (norms and biases stay float32): half the
-    memory, and another target with its own exact law.  `max_length` lowers the longest context, in tokens.  `progress`
+    memory, and another target with its own exact law.  `max_length` lowers the longest context, in tokens.  `mesh`, such as
+    "data=2,model=4", spreads it over all devices (`sharding.parse_mesh`); `notes` then say what does not divide.  `progress`
     is called with (bytes so far, total) while the demo model is fetched.  Raises ValueError, FileNotFoundError,
     ConnectionError or ImportError, one line each, saying what to do.
     """
     if weights_dtype not in DTYPES:
         raise ValueError(f"weights_dtype {weights_dtype!r} is not known: use one of {', '.join(DTYPES)}")
+    mesh = sharding.as_mesh(mesh)  # first, as is all that can be wrong at once
     dtype, path = DTYPES[weights_dtype], _find(str(name_or_path), progress)
     if path.is_dir():
         tokenizer = text.from_directory(path)  # first: its faults are found in a moment
-        _, config, params = read_directory(path, dtype=dtype)
+        _, config, params = read_directory(path, dtype=dtype, mesh=mesh)
     else:
         config, params, reader = read_gguf(path, dtype=dtype)
         tokenizer = text.from_gguf(reader)
@@ -64,7 +69,8 @@ def load(
             )
         config = config._replace(max_length=max_length)
     name = str(name_or_path)
-    return LM(language_model(config, dtype=dtype), params, tokenizer, config, name if name in NAMES else "")
+    lm = LM(language_model(config, dtype=dtype), params, tokenizer, config, name if name in NAMES else "")
+    return lm if mesh is None else sharding.spread(lm, mesh)
 
 
 def read_config(name_or_path: str | Path) -> TransformerConfig:

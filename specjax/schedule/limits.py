@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.latency.cost_table import CostTable
 from specjax.schedule.confidence import MarginFit, law_margins, margin_confidence, temper
@@ -22,11 +23,17 @@ from specjax.types import RUNNING, Array, Draft, Drafter, State
 class Schedule(NamedTuple):
     """`state.schedule`: every number is traced, so another one compiles nothing.  None = not used, and compiled out."""
 
+    lengths: Array | np.ndarray | None = None  # [B] int32, for `told`
     threshold: Array | None = None  # [] or [B], for `threshold_limit`
     table: CostTable | None = None  # for `early_stop_limit`
     budget: Array | None = None  # [] int32 drafted tokens of all rows together, for `fixed_budget_limit`
     temperatures: Array | None = None  # [K] of `fit_temperatures`
     margins: MarginFit | None = None  # confidences from margins in place of the drafter's own
+
+
+def told(draft: Draft, state: State) -> Array:
+    """`schedule.lengths`, decided before anything was drafted; of a tree the first so many nodes."""
+    return _given(state.schedule.lengths, "lengths")
 
 
 def threshold_limit(drafter: Drafter) -> Callable:

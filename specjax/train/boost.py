@@ -89,7 +89,7 @@ def boost(
         numbers, how = settings._replace(seed=settings.seed + i), recipe(target, model)
         rows = batches(part, length=length, batch=batch, seed=numbers.seed)
         report = functools.partial(progress, i)
-        both = dict(target=target, target_params=target_params)
+        both: dict[str, Any] = dict(target=target, target_params=target_params)
         params.append(fit(how, rows, numbers, own, **both, evaluate=judges(how), progress=report))
         learnt_from.append(len(kept))
         if not (own / "left.json").exists():

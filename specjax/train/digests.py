@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.sharding import fetch
 from specjax.text import Tokenizer
 from specjax.train.corpus import Corpus
 
@@ -39,7 +40,7 @@ def fingerprint(params: Any, config: Any = None) -> str:
     """
     found = hashlib.sha256(repr(config).encode())
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        array = np.ascontiguousarray(x)
+        array = np.ascontiguousarray(fetch(x))
         found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         found.update(array.reshape(-1).view(np.uint8).data)
     return found.hexdigest()

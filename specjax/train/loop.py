@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from specjax import checkpoint
+from specjax import checkpoint, distributed, sharding
 from specjax.drafters.precision import is_matrix
 from specjax.drafters.recipe import Batch, Recipe, with_output
 from specjax.train.packing import Batches
@@ -151,18 +152,20 @@ def train_step(
     return Train(params, after, state.step + 1), metrics
 
 
-def begin(recipe: Recipe, target_params, settings: Settings, directory: Path) -> Train:
-    """The state of the newest checkpoint, or of step 0."""
+def begin(recipe: Recipe, target_params, settings: Settings, directory: Path, mesh: Mesh | None = None) -> Train:
+    """The state of the newest checkpoint, or of step 0; on a mesh, whatever the checkpoint was written on."""
     optimizer = adamw(settings)
 
-    def fresh(key):
-        params = recipe.init(key, target_params)
+    def fresh(key, target_params):
+        params = recipe.init(key, sharding.whole(target_params))
         return Train(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
     key = jax.random.key(settings.seed)
+    like = jax.eval_shape(fresh, key, target_params)
+    places = None if mesh is None else sharding.placement(like, mesh, rules=sharding.TRAINED).shardings
     if checkpoint.steps(directory / "checkpoints"):
-        return checkpoint.restore(directory / "checkpoints", jax.eval_shape(fresh, key))
-    return jax.jit(fresh)(key)
+        return checkpoint.restore(directory / "checkpoints", like if places is None else sharding.abstract(like, places))
+    return jax.jit(fresh, out_shardings=places)(key, target_params)
 
 
 def fit(
@@ -175,6 +178,7 @@ def fit(
     target_params: Any = (),
     evaluate: Sequence[Evaluate] = (),
     progress: Callable[[Report], None] = lambda report: None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Train to the end, from the newest checkpoint in `directory` if there is one; the trained parameters.
 
@@ -187,6 +191,7 @@ def fit(
       target_params: its parameters.
       evaluate: run at the first step, every `evaluate_every` steps and at the end.
       progress: called with each report.
+      mesh: devices that rows, parameters and optimizer are spread over; `target_params` lie there already.
 
     Raises:
       FloatingPointError: a loss or gradient is not finite; names the step and its rows.
@@ -194,20 +199,22 @@ def fit(
     """
     check(settings)
     directory = Path(directory)
-    state = begin(recipe, target_params, settings, directory)
+    state = begin(recipe, target_params, settings, directory, mesh)
     journal = Journal(directory, settings, batches, int(state.step), progress)
     step_of = functools.partial(train_step, recipe=recipe, target=target, optimizer=adamw(settings), compute=settings.compute)
-    update = jax.jit(step_of, donate_argnames="state")
+    places = None if mesh is None else (jax.tree.map(lambda x: x.sharding, state), None)
+    update = jax.jit(step_of, donate_argnames="state", out_shardings=places)
     key, saved = jax.random.key(settings.seed + 1), time.monotonic()
     if not journal.first:
         journal.write(0, evaluated(evaluate, state.params, target_params))
     for step in range(journal.first, settings.steps):
         numbers = range(step * settings.accumulate, (step + 1) * settings.accumulate)
         parts = jax.tree.map(lambda *x: jnp.stack(x), *(batches.at(n) for n in numbers))
+        parts = parts if mesh is None else sharding.fed(parts, mesh)
         state, metrics = update(state, target_params, parts, jax.random.fold_in(key, step))
         journal.take(step, metrics, parts.tokens.size)
         last, due = step + 1 == settings.steps, (step + 1) % settings.evaluate_every == 0
-        late = time.monotonic() - saved > settings.save_seconds
+        late = distributed.agreed(time.monotonic() - saved > settings.save_seconds)
         if last or due or late or (step + 1) % settings.log_every == 0:
             found = journal.flush()  # before anything is saved: a loss that is not finite ends the run here
             journal.write(step + 1, found | (evaluated(evaluate, state.params, target_params) if last or due else {}))
@@ -233,7 +240,8 @@ class Journal:
         self.clock: list[tuple[float, int]] = []  # (seconds, step) of the last reports; the first step, which compiles, is over
         lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first and first]
-        self.path.write_text("".join(line + "\n" for line in kept), "utf-8")
+        if distributed.first():
+            self.path.write_text("".join(line + "\n" for line in kept), "utf-8")
 
     def take(self, step: int, metrics: dict[str, Array], tokens: int) -> None:
         self.pending.append((step, metrics))
@@ -266,6 +274,7 @@ class Journal:
             each = (now - begun) / (step - first)
             left = each * (self.settings.steps - step)
             facts |= {"rate": float(rates(self.settings)(step - 1)), "tokens_per_second": self.rows / each}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
+        if distributed.first():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
         self.progress(Report(step, self.settings.steps, facts, left))

@@ -58,5 +58,6 @@ def merge(params, adapters: Adapters, *, alpha: float):
     if "a" in adapters:
         a, b = adapters["a"], adapters["b"]
         product = jnp.matmul(a, b, preferred_element_type=jnp.float32) * (alpha / a.shape[1])
-        return {**params, "kernel": (params["kernel"].astype(jnp.float32) + product).astype(params["kernel"].dtype)}
+        kernel = params["kernel"]  # its output axis in parts, where a mesh has them
+        return {**params, "kernel": (kernel.astype(jnp.float32) + product.reshape(kernel.shape)).astype(kernel.dtype)}
     return {**params, **{name: merge(params[name], part, alpha=alpha) for name, part in adapters.items()}}

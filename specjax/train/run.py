@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax import distributed, sharding
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.siblings import SIBLINGS
 from specjax.drafters.vocabulary import Ids, frequent
@@ -114,13 +115,16 @@ def train(
     keep_to(directory / "run", facts)  # last: where a run is refused nothing was begun
     params = fit(
         recipe, rows, work.settings, directory / "run", target=lm.model, target_params=lm.params, evaluate=judging,
-        progress=progress,
+        progress=progress, mesh=sharding.mesh_of(lm.params),
     )  # fmt: skip
     if recipe.drafter is not None:
         self_check(recipe, params, lm.params, looked_at, target=lm.model, rule=rule_of(recipe))
     goal = directory / "drafter"
     how: dict[str, Any] = dict(num_draft=work.num_draft, options=work.options, dtype=work.dtype, vocabulary=ids)
-    recipes.save(goal, work.recipe, lm, recipe.assemble(params, lm.params), **how)
+    params = jax.tree.map(sharding.fetch, params)  # of all hosts
+    distributed.together("trained")  # the first has written its journal
+    if distributed.first():
+        recipes.save(goal, work.recipe, lm, recipe.assemble(params, lm.params), **how)
     journal = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     hours = sum(line.get("seconds", 0.0) for line in journal) / 3600
     size = sum(x.size for x in jax.tree.leaves(params))
@@ -129,7 +133,8 @@ def train(
     mass = 1.0 if ids is None else kept_mass(lm.model, lm.params, ids, held, steps=4)
     about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command, share=share, mass=mass)
     text = drafter_card(lm, work, data, journal, **about)
-    (goal / "card.md").write_text(text, "utf-8")
+    if distributed.first():
+        (goal / "card.md").write_text(text, "utf-8")
     return Trained(goal, params, journal[-1], hours)
 
 
@@ -227,5 +232,5 @@ def plan(lm: LM, work: Work, data: Split) -> dict:
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     facts = {**work._asdict(), "options": options, "settings": {n: getattr(work.settings, n) for n in MATTERS}}
     del facts["dtype"]  # the same run may be written in several
-    target = [lm.name, str(lm.config), fingerprint(lm.params, lm.config)]
+    target = [lm.name, str(lm.config), fingerprint(sharding.whole(lm.params), lm.config)]
     return {**facts, "target": target, "train": digest(data.train), "held_out": digest(data.held_out)}

@@ -68,7 +68,7 @@ def test_the_packaged_testbed():
 
 
 @pytest.mark.parametrize(
-    "method", ["small", "blockwise", "medusa", "hydra", "mtp", "eagle1", "eagle3", "eagle3.1", "dflash", "dspark"]
+    "method", ["small", "blockwise", "medusa", "hydra", "mtp", "eagle1", "eagle3", "eagle3.1", "dflash", "dspark", "dflash2"]
 )
 def test_the_packaged_drafters(method):
     """Found by the target's name; they draft well above chance, and the text is plain decoding's."""
