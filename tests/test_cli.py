@@ -246,7 +246,7 @@ BAD = {
     "no file": (["generate", "--prompts", "x.jsonl"], "no file x.jsonl"),
     "limit": (["bench", "--limit", "0"], "limit=0"),
     "category": (["bench", "--categories", "cpoy"], "no category 'cpoy': did you mean 'copy'"),
-    "small without model": (["generate", "w5", "--method", "small"], "give --draft-model"),
+    "small without model": (["generate", "w5", "--model", "x.gguf", "--method", "small"], "give --draft-model"),
     "draft model of none": (
         ["generate", "w5", "--draft-model", "x"],
         "--draft-model x is of the method small or specinfer, not",

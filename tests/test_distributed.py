@@ -44,6 +44,7 @@ def same(found, alone):
         np.testing.assert_allclose(x, alone[name], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(alone, tmp_path):
     """Tokens, and trained parameters; one of them writes the journal."""
     status, said, _ = together(tmp_path)
