@@ -16,9 +16,8 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from trained_methods import contender, of_file, of_modules
+from trained_methods import contender, loaded_source, source
 
-import specjax
 from specjax import api
 from specjax.schedule import confidence as c
 from specjax.train.evaluate import watched
@@ -35,8 +34,7 @@ def confidences(fit, held):
     """{what: c [R, K]} of the rounds that are scored."""
     found = {}
     if held.confidence is not None:
-        logit = np.log(np.clip(fit.confidence, c.EDGE, 1 - c.EDGE)) - np.log1p(-np.clip(fit.confidence, c.EDGE, 1 - c.EDGE))
-        temperatures = c.fit_temperatures(logit, fit.outcomes.accepted, fit.outcomes.known)
+        temperatures = c.fit_temperatures(c.logits(fit.confidence), fit.outcomes.accepted, fit.outcomes.known)
         found = {"as given": held.confidence, "tempered": c.temper(held.confidence, temperatures)}
     if held.margins is not None:
         line = c.fit_margins(fit.margins, fit.outcomes.accepted, fit.outcomes.reached)
@@ -73,18 +71,13 @@ def figure(found, seen, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="testbed")
-    parser.add_argument("--weights-dtype", default="float32", help="of the target")
-    parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
+    source(parser, count=64, new_tokens=96)
     parser.add_argument("--method", default="dspark", help="a chain: NAME or NAME+OPTION=VALUE+...")
     parser.add_argument("--num-draft", type=int, default=7)
-    parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--figure", type=Path, default=None)
     args = parser.parse_args()
-    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
-    rows = of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)
+    lm, rows = loaded_source(args)
     prompts = [api.encode(lm, prompt, i) for i, (_, prompt) in enumerate(rows)]
     loaded = contender(lm, args.method, args.num_draft).loaded
     fit, held = halves(lm, loaded, prompts, args.new_tokens, args.temperature)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from trained_methods import contender, of_file, of_modules
+from trained_methods import contender, loaded_source, source
 
 import specjax
 from specjax import bench
@@ -157,14 +157,10 @@ def figure(found, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="testbed")
-    parser.add_argument("--weights-dtype", default="float32", help="of the target")
-    parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
+    source(parser, count=12, new_tokens=48)
     parser.add_argument(
         "--methods", default="ngram,medusa+tree=chain,mtp", help="chains: NAME or NAME+OPTION=VALUE+..., by commas"
     )
-    parser.add_argument("--count", type=int, default=12)
-    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--batches", default="1,2,4")
     parser.add_argument("--drafts", default="1,2,4", help="every K that is decoded with")
@@ -176,16 +172,16 @@ def main():
     args = parser.parse_args()
     numbers = lambda text: [int(x) for x in text.split(",")]
     drafts, methods = numbers(args.drafts), args.methods.split(",")
-    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
-    prompts = [p for _, p in (of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count))]
+    lm, rows = loaded_source(args)
+    prompts = [prompt for _, prompt in rows]
     law = SamplingParams(temperature=args.temperature)
     work = bench.Work(prompts, jax.random.key(0), args.new_tokens, law)
     at = lambda batches: {b: work._replace(batch_size=b) for b in numbers(batches)}
     ends = sorted({drafts[0], drafts[-1]})
     found = points(lm, methods, drafts, at(args.batches), fits(lm, methods, ends, at(args.timed_batches)))
     args.out.write_text(markdown(found), "utf-8")
-    rows = [{**p._asdict(), "measured": p.measured._asdict()} for p in found]
-    args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    points_found = [{**p._asdict(), "measured": p.measured._asdict()} for p in found]
+    args.out.with_suffix(".json").write_text(json.dumps(points_found, indent=1) + "\n", "utf-8")
     print(markdown(found))
     if args.figure is not None:
         figure(found, args.figure)

@@ -54,6 +54,21 @@ def of_file(path, count):
     return [(row.category, chat(row.turns[0])) for row in select(load_prompts(path), limit=count)]
 
 
+def source(parser, *, count, new_tokens):
+    """Flags that say of which model and on what text something is measured."""
+    parser.add_argument("--model", default="testbed")
+    parser.add_argument("--weights-dtype", default="float32", help="of the target")
+    parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--new-tokens", type=int, default=new_tokens)
+
+
+def loaded_source(args):
+    """(LM, its prompts by category) of these flags."""
+    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
+    return lm, of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)
+
+
 def measure(lm, contenders, prompts, temperature, new_tokens):
     """Rows of one temperature."""
     work = bench.Work([p for _, p in prompts], jax.random.key(0), new_tokens, SamplingParams(temperature=temperature))
@@ -115,18 +130,13 @@ def contender(lm, words, num_draft):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="testbed")
-    parser.add_argument("--prompts", type=Path, default=None, help="a file of prompts; held-out modules unless given")
-    parser.add_argument("--weights-dtype", default="float32", help="of the target")
+    source(parser, count=48, new_tokens=64)
     parser.add_argument("--methods", default=USUAL, help="NAME or NAME+OPTION=VALUE+..., with commas between them")
     parser.add_argument("--num-draft", type=int, default=4)
-    parser.add_argument("--count", type=int, default=48)
-    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--out", type=Path, default=Path("trained_methods.md"), help="the table; .json beside it has the rest")
     args = parser.parse_args()
-    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
-    prompts = of_modules(lm, args.count) if args.prompts is None else of_file(args.prompts, args.count)
+    lm, prompts = loaded_source(args)
     contenders = [contender(lm, words, args.num_draft) for words in args.methods.split(",")]
     facts = {c.method: (c.loaded.card.extra_parameters, c.loaded.drafter.num_nodes) for c in contenders}
     rows = []

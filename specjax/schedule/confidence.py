@@ -110,10 +110,14 @@ def fit_temperatures(
 
 def temper(confidence: Numbers, temperatures: Numbers) -> Numbers:
     """sigmoid(logit(c) / T): c [..., K] as `fit_temperatures` has it."""
+    return _sigmoid(logits(confidence) / temperatures.reshape((1,) * (confidence.ndim - 1) + (-1,)))
+
+
+def logits(confidence: Numbers) -> Numbers:
+    """Before the sigmoid: what `fit_temperatures` takes, of confidences held EDGE from 0 and 1."""
     xp = confidence.__array_namespace__()
     held = xp.clip(confidence, EDGE, 1 - EDGE)
-    logit = xp.log(held) - xp.log1p(-held)
-    return _sigmoid(logit / temperatures.reshape((1,) * (confidence.ndim - 1) + (-1,)))
+    return xp.log(held) - xp.log1p(-held)
 
 
 def margins(logits: Numbers) -> Numbers:

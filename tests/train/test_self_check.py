@@ -12,6 +12,7 @@ from specjax.drafters.recipe import Recipe, labels
 from specjax.models import layers
 from specjax.models.transformer import language_model
 from specjax.train import recipes
+from specjax.train import self_check as module
 from specjax.train.self_check import self_check
 from specjax.verify import RULES
 
@@ -51,8 +52,21 @@ def test_ties_of_bfloat16_are_no_fault():
     """Weights are looked at as float32: there no pass rounds another way than the one beside it."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, h.target_params())
     recipe, rule = recipe_of("mtp"), RULES["rejection"]
-    found = self_check(recipe, params_of("mtp"), narrow, PROMPTS, target=h.TARGET, rule=rule)
+    seen = []
+
+    def spied(name):
+        original = getattr(module, name)
+
+        def spy(recipe, params, target_params, *rest, **how):
+            seen.extend(x.dtype for x in jax.tree.leaves((params, target_params)))
+            return original(recipe, params, target_params, *rest, **how)
+
+        return mock.patch.object(module, name, spy)
+
+    with spied("_decoded"), spied("_hits"):
+        found = self_check(recipe, params_of("mtp"), narrow, PROMPTS, target=h.TARGET, rule=rule)
     assert found == {f"agreement_{i + 1}": 1.0 for i in range(K)}
+    assert set(seen) == {jnp.dtype(jnp.float32)}
 
 
 def while_drafting(recipe, enter):
