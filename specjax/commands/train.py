@@ -20,8 +20,10 @@ from specjax.train import recipes
 from specjax.train import run as runs
 from specjax.train import testbed as testbeds
 from specjax.train.chat import marked, read_conversations, sharegpt
-from specjax.train.loop import Report, Settings, fit
+from specjax.train.journal import Report
+from specjax.train.loop import fit
 from specjax.train.regenerate import Answers, regenerate
+from specjax.train.settings import Settings
 
 WATCHED = ("loss", "held_out_loss", "tau_t0", "tau_t1")
 SMOKE_STEPS = 4

@@ -28,8 +28,10 @@ from specjax.drafters.objectives import chunked, correct
 from specjax.drafters.recipe import Batch, Recipe, forward, labels
 from specjax.train.corpus import Corpus, keep_to, write_json
 from specjax.train.digests import digest, fingerprint
-from specjax.train.loop import MATTERS, Evaluate, Report, Settings, fit
+from specjax.train.journal import Report
+from specjax.train.loop import Evaluate, fit
 from specjax.train.packing import batches, fill, pack
+from specjax.train.settings import MATTERS, Settings
 from specjax.types import LanguageModel
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specjax.models.load import LM
-from specjax.train import loop, recipes
+from specjax.train import recipes, settings
 from specjax.train.digests import vocabulary
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check(work: Work) -> None:
     """ValueError for numbers that make no run, before anything is loaded."""
     recipes.check_dtype(work.recipe, work.dtype)
-    loop.check(work.settings)
+    settings.check(work.settings)
     least = {"num_draft": (work.num_draft, 1), "length": (work.length, work.num_draft + 2)}  # a label for each step
     least |= {name: (getattr(work, name), 1) for name in ("batch", "prompts", "new_tokens")}
     least |= {"draft_vocabulary": (1 if work.draft_vocabulary is None else work.draft_vocabulary, 1)}

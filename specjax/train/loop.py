@@ -7,8 +7,6 @@ that was killed and goes on from its last checkpoint ends with the very paramete
 from __future__ import annotations
 
 import functools
-import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,37 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from specjax import checkpoint, distributed, sharding
 from specjax.drafters.precision import is_matrix
 from specjax.drafters.recipe import Batch, Recipe, with_output
+from specjax.train.journal import Journal, Report
 from specjax.train.packing import Batches
+from specjax.train.settings import Settings, check, check_compute, rates
 from specjax.types import Array, LanguageModel
-
-
-class Settings(NamedTuple):
-    """Numbers of one run.  Steps count updates of the parameters."""
-
-    steps: int
-    peak: float = 1e-3  # highest learning rate
-    warmup: int = 100  # steps up to it, linearly
-    floor: float = 0.1  # last learning rate, as a share of the peak
-    weight_decay: float = 0.1  # of matrices; vectors, biases among them, have none
-    clip: float = 1.0  # largest norm of a gradient
-    accumulate: int = 1  # batches an update: the same as one batch of all their rows
-    seed: int = 0
-    evaluate_every: int = 200  # steps
-    log_every: int = 10  # steps
-    save_seconds: float = 300.0
-    keep: int = 2  # checkpoints
-    compute: str = "float32"  # dtype that matrices are multiplied in, or "bfloat16"; what is trained stays float32
-
-
-MATTERS = ("steps", "peak", "warmup", "floor", "weight_decay", "clip", "accumulate", "seed", "compute")
-"""The settings that trained parameters depend on."""
 
 
 class Train(NamedTuple):
@@ -57,39 +34,7 @@ class Train(NamedTuple):
     step: Array  # int32: updates done
 
 
-class Report(NamedTuple):
-    """What a progress callback gets."""
-
-    step: int
-    steps: int
-    metrics: dict[str, float]
-    seconds_left: float  # NaN before anything was timed
-
-
 Evaluate = Callable[[Any, Any], dict[str, float]]  # (trainable, target params) -> metrics by name
-
-
-def check(s: Settings) -> None:
-    """ValueError for settings that make no run."""
-    least = {"steps": 1, "warmup": 0, "accumulate": 1, "seed": 0, "evaluate_every": 1, "log_every": 1, "keep": 1}
-    for name, lowest in least.items():
-        if getattr(s, name) < lowest:
-            raise ValueError(f"{name} {getattr(s, name)} < {lowest}: ask for at least {lowest}")
-    if not (math.isfinite(s.peak) and s.peak > 0 and s.clip > 0 and 0 <= s.floor <= 1 and 0 <= s.weight_decay < math.inf):
-        said = f"peak {s.peak}, clip {s.clip}, floor {s.floor}, weight_decay {s.weight_decay}"
-        raise ValueError(f"{said}: ask for a finite peak and a clip above 0, a floor within 0 to 1, a weight decay from 0")
-    check_compute(s.compute)
-
-
-def check_compute(dtype: str) -> None:
-    """ValueError for a dtype that products are not computed in."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"compute {dtype!r} is not supported: train in float32 or bfloat16")
-
-
-def rates(s: Settings) -> Callable:
-    """Learning rate by step: linear up to the peak at step `warmup`, cosine down to the floor at step `steps`."""
-    return optax.warmup_cosine_decay_schedule(0.0, s.peak, min(s.warmup, s.steps - 1), s.steps, s.floor * s.peak)
 
 
 def adamw(s: Settings) -> optax.GradientTransformation:
@@ -227,54 +172,3 @@ def fit(
 def evaluated(evaluate: Sequence[Evaluate], params, target_params) -> dict[str, float]:
     """All evaluations as one dictionary."""
     return {name: float(x) for one in evaluate for name, x in one(params, target_params).items()}
-
-
-class Journal:
-    """Metrics of a run on disk and to its progress callback; losses stay on the device until a report is due."""
-
-    def __init__(self, directory: Path, settings: Settings, batches: Batches, first: int, progress: Callable):
-        directory.mkdir(parents=True, exist_ok=True)
-        self.path, self.settings, self.batches, self.progress = directory / "metrics.jsonl", settings, batches, progress
-        self.first, self.pending, self.rows = first, [], 0
-        self.last = time.monotonic()
-        self.clock: list[tuple[float, int]] = []  # (seconds, step) of the last reports; the first step, which compiles, is over
-        lines = self.path.read_text("utf-8").splitlines() if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first and first]
-        if distributed.first():
-            self.path.write_text("".join(line + "\n" for line in kept), "utf-8")
-
-    def take(self, step: int, metrics: dict[str, Array], tokens: int) -> None:
-        self.pending.append((step, metrics))
-        self.rows = tokens
-        if not self.clock:
-            jax.block_until_ready(metrics)
-            self.clock.append((time.monotonic(), step + 1))
-
-    def flush(self) -> dict[str, float]:
-        """Means since the last report, weighted by labels; FloatingPointError at the first loss that is not finite."""
-        values = [{name: float(x) for name, x in metrics.items()} for _, metrics in self.pending]
-        for (step, _), found in zip(self.pending, values, strict=True):
-            if not math.isfinite(found["loss"]) or not math.isfinite(found["gradient_norm"]):
-                what = f"loss {found['loss']}, gradient norm {found['gradient_norm']}"
-                rows = self.batches.name(step * self.settings.accumulate)
-                raise FloatingPointError(f"step {step}: {what}, on {rows}: lower the peak rate, or look at these rows")
-        self.pending = []
-        weights = np.asarray([found["weight"] for found in values])
-        means = {name: float(weights @ [v[name] for v in values]) / max(weights.sum(), 1) for name in values[0]}
-        return {**means, "weight": float(weights.mean()), "empty": int((weights == 0).sum())}
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line and report it."""
-        left, now = math.nan, time.monotonic()
-        facts: dict[str, float] = {"step": step, "tokens": step * self.rows, "seconds": now - self.last, **metrics}
-        self.last = now
-        if self.clock and step > self.clock[-1][1]:
-            self.clock = [*self.clock[-20:], (now, step)]
-            begun, first = self.clock[0]
-            each = (now - begun) / (step - first)
-            left = each * (self.settings.steps - step)
-            facts |= {"rate": float(rates(self.settings)(step - 1)), "tokens_per_second": self.rows / each}
-        if distributed.first():
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
-        self.progress(Report(step, self.settings.steps, facts, left))

@@ -26,9 +26,11 @@ from specjax.train.corpus import keep_to, planned
 from specjax.train.digests import digest, fingerprint
 from specjax.train.evaluate import acceptance, held_out, kept_mass
 from specjax.train.features import cached
-from specjax.train.loop import MATTERS, Evaluate, Report, Settings, fit
+from specjax.train.journal import Report
+from specjax.train.loop import Evaluate, fit
 from specjax.train.packing import batches
 from specjax.train.self_check import self_check
+from specjax.train.settings import MATTERS, Settings
 from specjax.types import Rule
 from specjax.verify import RULES
 

@@ -26,9 +26,10 @@ from specjax.train.digests import vocabulary
 from specjax.train.evaluate import acceptance, held_out
 from specjax.train.export import save_directory
 from specjax.train.joint import DRAFTER, joint_mtp
-from specjax.train.loop import Evaluate, Settings, begin
+from specjax.train.loop import Evaluate, begin
 from specjax.train.packing import Batches, batches, then
 from specjax.train.run import prompts_of
+from specjax.train.settings import Settings
 from specjax.train.target import target_recipe
 from specjax.verify import RULES
 

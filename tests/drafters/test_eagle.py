@@ -292,7 +292,10 @@ def test_a_dynamic_draft_by_hand(name, ids):
     drafter = eagle.eagle2(h.TARGET, config=config, num_draft=4, top_k=3, nodes=12, vocabulary=ids)
     draft = proposal(drafter, Params(h.target_params(), params_of(name, ids)), prompts)
     for row, line in enumerate(prompts):
-        tokens, parents, _ = ref.eagle2(laws_by_hand(name, line, ids), 3, 4, 12)
+        tokens, parents, scores = ref.eagle2(laws_by_hand(name, line, ids), 3, 4, 12)
+        reached = {-1: 0.0, **dict(enumerate(scores))}
+        sure = [np.exp(score - reached[parent]) for parent, score in zip(parents, scores, strict=True)]
+        np.testing.assert_allclose(draft.confidence[row], sure, rtol=1e-3)
         assert draft.tokens[row].tolist() == [x if ids is None else ids[x] for x in tokens]
         assert draft.parents[row].tolist() == parents and max(parents) > 2
     assert draft.log_q is None and drafter.children == "point"

@@ -130,6 +130,15 @@ def dynamic(
     return (tokens, jnp.where(scores > -jnp.inf, parents, -2), scores), level
 
 
+def steps(parents: Array, scores: Array) -> Array:
+    """Probability of each node [B, N] given its parent, from the log-probabilities of paths; 0 where there is no node.
+
+    What EAGLE-2 takes for the chance of acceptance (arXiv 2406.16858, section 3.2).
+    """
+    above = jnp.where(parents >= 0, jnp.take_along_axis(scores, jnp.maximum(parents, 0), 1), 0)
+    return jnp.where(parents >= -1, jnp.exp(scores - above), 0)
+
+
 def law(logits: Array) -> Array:
     """Log-probabilities [B, W, n]; all -inf where logits hold NaN or nothing but -inf."""
     sound = jnp.isfinite(logits.max(-1, keepdims=True))
