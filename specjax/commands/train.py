@@ -16,14 +16,16 @@ from specjax.flags import Corpus, Drafter, Testbed, settings
 from specjax.models.load import LM, NAMES
 from specjax.names import unknown
 from specjax.prompts import load_prompts
-from specjax.train import recipes
+from specjax.train import checks, recipes
 from specjax.train import run as runs
 from specjax.train import testbed as testbeds
 from specjax.train.chat import marked, read_conversations, sharegpt
+from specjax.train.corpus import keep_to
 from specjax.train.journal import Report
 from specjax.train.loop import fit
 from specjax.train.regenerate import Answers, regenerate
-from specjax.train.settings import Settings
+from specjax.train.settings import MATTERS, Settings
+from specjax.train.work import Split, Work, read_split, smoke
 
 WATCHED = ("loss", "held_out_loss", "tau_t0", "tau_t1")
 SMOKE_STEPS = 4
@@ -45,9 +47,9 @@ def testbed(command: Testbed, write: Write) -> dict:
     recipe = testbeds.joint() if command.joint_mtp else testbeds.alone()
     goal = out / "model" if command.export is None else Path(command.export)
     if command.export is None:
-        plan = {name: getattr(how, name) for name in runs.MATTERS} | ({"joint_mtp": True} if command.joint_mtp else {})
+        plan = {name: getattr(how, name) for name in MATTERS} | ({"joint_mtp": True} if command.joint_mtp else {})
         rows, judges = testbeds.rows(bed, how), testbeds.judges(bed, recipe)
-        runs.keep_to(out / "run", plan)
+        keep_to(out / "run", plan)
         with training_bar() as show:
             fit(recipe, rows, how, out / "run", evaluate=judges, progress=show)
     found = testbeds.export(bed, how, out / "run", goal, recipe=recipe)
@@ -94,11 +96,11 @@ def answers(command: Corpus) -> Answers:
 def drafter(command: Drafter, write: Write) -> dict:
     """Train a drafter."""
     work = work_of(command)
-    runs.check(work)
+    checks.check(work)
     found = command.corpus or zoo.corpus(command.target.model if command.target.model in NAMES else "")
     if found is None and command.target.model != "testbed":
         raise ValueError(f"--corpus is needed for {command.target.model}: `specjax train corpus` makes one")
-    data = None if found is None else runs.read_split(found)
+    data = None if found is None else read_split(found)
     lm, out = load_target(command.target), Path(command.out)
     with training_bar() as show:
         done = runs.train(
@@ -117,25 +119,25 @@ def drafter(command: Drafter, write: Write) -> dict:
     return {"summary": {"settings": settings(command)}, "drafter": facts}
 
 
-def work_of(command: Drafter) -> runs.Work:
+def work_of(command: Drafter) -> Work:
     """The same as the library takes it; ValueError for a recipe or an option that is none."""
     how = Settings(
         command.steps, command.peak, min(100, command.steps // 10), evaluate_every=command.judge_every, seed=command.seed,
         compute=command.compute,
     )  # fmt: skip
     options = recipes.parse_options(command.recipe, command.option)
-    work = runs.Work(
+    work = Work(
         command.recipe, command.num_draft, how, options, length=command.length, batch=command.batch,
         prompts=command.judge_prompts, dtype=command.dtype, draft_vocabulary=command.draft_vocabulary,
     )  # fmt: skip
-    return runs.smoke(work) if command.smoke else work
+    return smoke(work) if command.smoke else work
 
 
-def own_text(lm: LM, directory: Path) -> runs.Split:
+def own_text(lm: LM, directory: Path) -> Split:
     """The testbed's corpus, in the very tokens of the testbed that is loaded."""
     with progress_bar("module") as bar:
         bed = testbeds.prepare(directory, bar, lm.tokenizer)
-    return runs.Split(bed.train, bed.held_out)
+    return Split(bed.train, bed.held_out)
 
 
 @contextlib.contextmanager

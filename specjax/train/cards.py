@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specjax.models.load import LM
 from specjax.train.corpus import Corpus
 from specjax.train.digests import digest
-
-if TYPE_CHECKING:
-    from specjax.train.run import Split, Work
+from specjax.train.work import Split, Work
 
 JUDGED = {"held_out_loss": "held-out loss", "tau_t0": "tau, greedy", "tau_t1": "tau at temperature 1"}
 ROWS = 12

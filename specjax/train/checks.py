@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from specjax.models.load import LM
 from specjax.train import recipes, settings
 from specjax.train.digests import vocabulary
-
-if TYPE_CHECKING:
-    from specjax.train.run import Split, Work
+from specjax.train.work import Split, Work
 
 
 def check(work: Work) -> None:

@@ -7,7 +7,7 @@ OUT/drafter/  config.json, weights and card.md: load_drafter(method, lm, weights
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,33 +30,12 @@ from specjax.train.journal import Report
 from specjax.train.loop import Evaluate, fit
 from specjax.train.packing import batches
 from specjax.train.self_check import self_check
-from specjax.train.settings import MATTERS, Settings
+from specjax.train.settings import MATTERS
+from specjax.train.work import Split, Work
 from specjax.types import Rule
 from specjax.verify import RULES
 
 PROMPT_TOKENS = 128
-
-
-class Work(NamedTuple):
-    """What is trained and how."""
-
-    recipe: str  # a key of RECIPES
-    num_draft: int
-    settings: Settings
-    options: Mapping[str, Any] = {}  # of the recipe
-    length: int = 256  # tokens of a row
-    batch: int = 8  # rows of an update
-    prompts: int = 16  # held-out prompts that tau is measured on
-    new_tokens: int = 64  # that each of them is continued by
-    draft_vocabulary: int | None = None  # how many of the target's tokens, the most frequent, are drafted; None = all
-    dtype: str = "float32"  # one of recipes.DTYPES: numbers that the trained weights are written in
-
-
-class Split(NamedTuple):
-    """What a drafter learns from, and what it is judged on."""
-
-    train: corpus.Corpus
-    held_out: corpus.Corpus
 
 
 class Trained(NamedTuple):
@@ -66,12 +45,6 @@ class Trained(NamedTuple):
     params: Any
     metrics: dict[str, float]  # of its last report
     hours: float  # of the whole run, however often it was stopped
-
-
-def smoke(work: Work) -> Work:
-    """The same work cut down to the least that touches every part of it: a minute or two of two cores, and no result."""
-    settings = work.settings._replace(steps=4, warmup=1, evaluate_every=4, log_every=1)
-    return work._replace(settings=settings, length=64, batch=2, prompts=2, new_tokens=8)
 
 
 def train(
@@ -168,23 +141,6 @@ def rule_of(recipe: Recipe) -> Rule:
     """What its drafts are verified with while it is judged."""
     drafter = recipe.drafter
     return RULES["rejection" if drafter is None or drafter.chain else SIBLINGS[drafter.children].rule]
-
-
-def read_split(path: str | Path) -> Split:
-    """A directory with train/ and held_out/, or one corpus, the last twentieth of whose documents is held out.
-
-    Raises:
-      FileNotFoundError: neither lies there.
-      ValueError: a corpus of one document.
-    """
-    path = Path(path)
-    if (path / "train").is_dir():
-        return Split(corpus.read(path / "train"), corpus.read(path / "held_out"))
-    whole = corpus.read(path)
-    if whole.documents < 2:
-        raise ValueError(f"{path} holds one document: nothing is left to hold out, make a larger corpus")
-    border = whole.documents - max(1, whole.documents // 20)
-    return Split(whole._replace(starts=whole.starts[: border + 1]), whole._replace(starts=whole.starts[border:]))
 
 
 def prompts_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]]:

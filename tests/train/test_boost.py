@@ -12,7 +12,7 @@ import pytest
 from specjax import load_drafter
 from specjax.models.load import LM
 from specjax.train import boost, corpus
-from specjax.train.loop import Settings
+from specjax.train.settings import Settings
 from specjax.types import Params
 
 ANSWER, SHARE = 6, 0.6

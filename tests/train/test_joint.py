@@ -15,8 +15,9 @@ from specjax.drafters.recipe import Batch, with_output
 from specjax.models.transformer import language_model
 from specjax.train import corpus, joint, lora, testbed
 from specjax.train.evaluate import acceptance, held_out
-from specjax.train.loop import Settings, fit
+from specjax.train.loop import fit
 from specjax.train.packing import batches
+from specjax.train.settings import Settings
 from specjax.train.target import target_recipe
 from specjax.types import Params
 from specjax.verify import RULES

@@ -18,9 +18,10 @@ from specjax.train import corpus
 from specjax.train.evaluate import acceptance, held_out
 from specjax.train.export import save_directory
 from specjax.train.features import cached, estimate
-from specjax.train.loop import Settings, begin, fit, rates, train_step
 from specjax.train.loop import adamw as optimizer_of
+from specjax.train.loop import begin, fit, train_step
 from specjax.train.packing import batches, then
+from specjax.train.settings import Settings, rates
 from specjax.train.target import target_recipe
 from specjax.types import Params
 from specjax.verify import RULES

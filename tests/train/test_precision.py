@@ -8,8 +8,9 @@ import pytest
 
 from specjax import checkpoint
 from specjax.drafters.recipe import Batch, with_output
-from specjax.train.loop import Settings, begin, fit, lowered
+from specjax.train.loop import begin, fit, lowered
 from specjax.train.packing import Batches
+from specjax.train.settings import Settings
 
 SETTINGS = Settings(steps=4, peak=1e-2, warmup=1, log_every=1, evaluate_every=99, save_seconds=0.0, compute="bfloat16")
 RECIPES = {name: h.RECIPES[name](2) for name in ("medusa", "mtp")}

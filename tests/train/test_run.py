@@ -11,9 +11,11 @@ from specjax import load, load_drafter
 from specjax.drafters import objectives
 from specjax.train import checks, corpus, recipes, run
 from specjax.train.digests import vocabulary
-from specjax.train.loop import Settings, matrices
+from specjax.train.loop import matrices
+from specjax.train.settings import Settings
+from specjax.train.work import Work, read_split, smoke
 
-WORK = run.smoke(run.Work("medusa", 2, Settings(100, peak=1e-2), {"layers": 2}))
+WORK = smoke(Work("medusa", 2, Settings(100, peak=1e-2), {"layers": 2}))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def data(tmp_path_factory):
     items = [corpus.Document(rng.integers(3, 61, 20).tolist(), [False] * 6 + [True] * 14) for _ in range(60)]
     goal = tmp_path_factory.mktemp("data")
     corpus.build(goal, 60, lambda numbers: [items[i] for i in numbers], provenance={"prompts": "made up"})
-    return run.read_split(goal)
+    return read_split(goal)
 
 
 def equal(a, b):
@@ -152,7 +154,7 @@ def test_what_makes_no_run(lm, data, tmp_path):
 
 def test_another_target_is_refused(lm, data, tmp_path):
     """Of the same name and config: other weights, or the same in fewer bits; and before anything is begun again."""
-    run.keep_to(tmp_path / "run", run.plan(lm, WORK, data))
+    corpus.keep_to(tmp_path / "run", run.plan(lm, WORK, data))
     half = lambda x: x.astype("bfloat16")
     tuned = {**lm.params, "norm": jax.tree.map(lambda x: x * 1.01, lm.params["norm"])}
     for params in (tuned, jax.tree.map(half, lm.params)):
@@ -212,13 +214,13 @@ def test_held_out_documents(data, tmp_path):
     assert prompts == [data.held_out.tokens[s + 2 : s + 6].tolist() for s in starts]
     for name, size in (("train", 5), ("held_out", 2)):
         corpus.build(tmp_path / name, size, lambda numbers: [corpus.Document([1, 2, 3])] * len(numbers), provenance={})
-    both = run.read_split(tmp_path)
+    both = read_split(tmp_path)
     assert (both.train.documents, both.held_out.documents) == (5, 2) and run.prompts_of(both.held_out, 1, 2) in (
         [[1, 2]],
         [[2, 3]],
     )
     corpus.build(tmp_path / "one", 1, lambda numbers: [corpus.Document([1, 2], [True, True])], provenance={})
     with pytest.raises(ValueError, match="nothing is left to hold out"):
-        run.read_split(tmp_path / "one")
+        read_split(tmp_path / "one")
     with pytest.raises(ValueError, match="their first token is one to predict"):
         run.prompts_of(corpus.read(tmp_path / "one")._replace(mask=np.asarray([True, True])), 1, 2)
