@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import conftest  # noqa: F401 - its strictness
 import numpy as np
-import sharded
+from meshes import PROMPTS, batch, table
 
 from specjax import api, sharding
 from specjax.models.load import LM
@@ -27,13 +27,13 @@ from specjax.train.packing import Batches
 
 
 def main(folder, fatal=-1, mesh=None):
-    t = sharded.table()
+    t = table()
     lm = sharding.lm_over(LM(t.TARGET, t.target_params(), None, t.CONFIG), mesh)
     law = api.SamplingParams(1.0)
     drafter = api.load_drafter("early_exit", lm, num_draft=2)
-    done = api.generate(lm, drafter, sharded.PROMPTS, key=jax.random.key(1), max_new_tokens=12, rule="coupled", sampling=law)
+    done = api.generate(lm, drafter, PROMPTS, key=jax.random.key(1), max_new_tokens=12, rule="coupled", sampling=law)
     numbers = loop.Settings(4, peak=0.01, warmup=1, log_every=1, save_seconds=0.0)
-    rows = Batches(lambda n: sharded.batch(t, step=n), lambda n: np.arange(8), lambda n: f"batch {n}", 8)
+    rows = Batches(lambda n: batch(step=n), lambda n: np.arange(8), lambda n: f"batch {n}", 8)
 
     def progress(report):
         if report.step == fatal and jax.process_index() == 1:

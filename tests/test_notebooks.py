@@ -44,6 +44,7 @@ def test_quickstart_offline(tmp_path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
+@pytest.mark.slow  # the README's quickstart and `specjax demo` run on that model in CI
 @pytest.mark.model
 def test_quickstart(tmp_path):
     """On the demo model: answers that copy have the larger tau."""

@@ -14,10 +14,11 @@ from typing import Any
 import gguf
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax.models.families import config_from_gguf, header
 from specjax.models.transformer import TransformerConfig
-from specjax.models.weights import assemble, check_file
+from specjax.models.weights import Index, assemble, check_file
 
 TESTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 HEADER_ONLY = ("rope_freqs.weight",)  # read into the config
@@ -43,11 +44,14 @@ SANDWICH_NORMS = {
 }
 
 
-def read_gguf(path: str | Path, *, dtype: Any = jnp.float32) -> tuple[TransformerConfig, dict, gguf.GGUFReader]:
+def read_gguf(
+    path: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None
+) -> tuple[TransformerConfig, dict, gguf.GGUFReader]:
     """(architecture, parameters, the open reader: `text.from_gguf` makes the tokenizer of it) of a .gguf file.
 
-    Kernels, embedding and head become `dtype`; norms and biases float32.  Raises FileNotFoundError, and ValueError (one
-    line) for a git-lfs pointer, a damaged file, an unsupported architecture or quantisation, tensors that do not fit.
+    Kernels, embedding and head become `dtype`; norms and biases float32.  With a mesh each device's part is dequantised by
+    itself, from the blocks that hold it.  Raises FileNotFoundError, and ValueError (one line) for a git-lfs pointer, a
+    damaged file, an unsupported architecture or quantisation, tensors that do not fit.
     """
     path = Path(path)
     reader = open_gguf(path)
@@ -56,15 +60,13 @@ def read_gguf(path: str | Path, *, dtype: Any = jnp.float32) -> tuple[Transforme
     tensors = {published_name(t.name, names): t for t in reader.tensors if t.name not in HEADER_ONLY}
     interleaved = header(reader, "general.architecture") == "llama"
 
-    def read(name: str) -> np.ndarray:
-        value = dequantize(tensors[name])
-        part = name.split(".")[-2]
-        if interleaved and part in ("q_proj", "k_proj"):
-            return half_split(value, config.heads if part == "q_proj" else config.kv_heads)
-        return value
+    def read(name: str, index: Index | None = None) -> np.ndarray:
+        value = dequantize(tensors[name]) if index is None else dequantize_part(tensors[name], index)
+        turned = interleaved and name.split(".")[-2] in ("q_proj", "k_proj")
+        return half_split(value, len(value) // config.head_dim) if turned else value  # parts are of whole heads
 
     shapes = {name: tuple(reversed(t.shape.tolist())) for name, t in tensors.items()}
-    return config, assemble(config, shapes, read, source=path, dtype=dtype), reader
+    return config, assemble(config, shapes, read, source=path, dtype=dtype, mesh=mesh), reader
 
 
 def open_gguf(path: Path) -> gguf.GGUFReader:
@@ -91,14 +93,25 @@ def published_name(name: str, layer_names: dict[str, str]) -> str:
     return f"{WHOLE[part]}.{kind}" if part in WHOLE else name
 
 
-def dequantize(tensor: gguf.ReaderTensor) -> np.ndarray:
-    """Float32 values of a tensor, [out, in]; ValueError naming a quantisation that the gguf package cannot undo."""
+def dequantize(tensor: gguf.ReaderTensor, data: np.ndarray | None = None) -> np.ndarray:
+    """Float32 values of a tensor, [out, in], or of whole blocks of it; ValueError where the gguf package cannot undo them."""
     try:
-        return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return gguf.quants.dequantize(tensor.data if data is None else data, tensor.tensor_type)
     except NotImplementedError:
         raise ValueError(
             f"tensor {tensor.name}: quantisation {tensor.tensor_type.name} is not supported: use one of {', '.join(TESTED)}"
         ) from None
+
+
+def dequantize_part(tensor: gguf.ReaderTensor, index: Index) -> np.ndarray:
+    """Slices of a tensor as `dequantize` gives it, of which no other rows are undone, and no blocks but those with a part."""
+    if len(index) < 2:
+        return dequantize(tensor, tensor.data[index])
+    (rows, columns), (block, size) = index, gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    unit = size if tensor.data.dtype == np.uint8 else 1  # what lies there as numbers is a number a block
+    first, last = columns.start // block, -(-columns.stop // block)
+    value = dequantize(tensor, tensor.data[rows, first * unit : last * unit])
+    return value[:, columns.start - first * block : columns.stop - first * block]
 
 
 def half_split(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def load(
         tokenizer = text.from_directory(path)  # first: its faults are found in a moment
         _, config, params = read_directory(path, dtype=dtype, mesh=mesh)
     else:
-        config, params, reader = read_gguf(path, dtype=dtype)
+        config, params, reader = read_gguf(path, dtype=dtype, mesh=mesh)
         tokenizer = text.from_gguf(reader)
     if max_length is not None:
         if not 2 <= max_length <= config.max_length:
