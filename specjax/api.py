@@ -6,7 +6,7 @@ so another seed, temperature, prompt or set of drafter weights compiles nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -21,15 +21,13 @@ from specjax.metrics import Statistics, cut, statistics
 from specjax.models.load import LM, load
 from specjax.names import unknown
 from specjax.sampling import SamplingParams
-from specjax.text import TextStream
+from specjax.text import Prompt, TextStream, token_ids
 from specjax.types import ERROR, FINISH_REASONS, RUNNING, STOP, Array, Params, RoundInfo, Rule, State
 from specjax.verify import RULES
 
 start = jax.jit(decode.start, static_argnames=("target", "drafter"))
 prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "chunk"), donate_argnames="state")
 run = jax.jit(decode.run, static_argnames=("target", "drafter", "rule", "max_rounds", "limit"), donate_argnames="state")
-
-Prompt = str | Sequence[Mapping] | Sequence[int]
 
 CAPACITIES = tuple(sorted(size << i for i in range(16) for size in (256, 384)))
 """Slots a cache may have: lengths up to the same one share a compilation; past 256 at most a third of a cache is idle."""
@@ -234,27 +232,9 @@ def check_request(lm: LM, prompts, key, max_new_tokens: int, params, stop) -> li
 
 
 def encode(lm: LM, prompt: Prompt, index: int = 0) -> list[int]:
-    """Token ids of a prompt: a string as it stands, a chat through the model's template, ids as they are.
-
-    Raises:
-      ValueError: empty, longer than the context, or ids outside the vocabulary.
-    """
-    messages = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
-    if lm.tokenizer is None and (messages or isinstance(prompt, str)):
-        raise ValueError(f"prompt {index} is text, and this model was loaded without a tokenizer: give token ids")
-    if isinstance(prompt, str):
-        ids = lm.tokenizer.encode(prompt)
-    elif messages:
-        ids = lm.tokenizer.chat(cast(Sequence[Mapping], prompt))
-    else:
-        ids = [int(i) for i in cast(Sequence[int], prompt)]
-    if not len(prompt) or not ids:
-        raise ValueError(f"prompt {index} is empty: give at least one token")
-    if len(ids) > lm.model.max_length:
-        raise ValueError(f"prompt {index} has {len(ids)} tokens, the context holds {lm.model.max_length}: shorten it")
-    if not 0 <= min(ids) <= max(ids) < lm.model.vocab_size:
-        raise ValueError(f"prompt {index} holds id {max(ids)} or {min(ids)}; ids are 0 to {lm.model.vocab_size - 1}")
-    return ids
+    """Token ids of a prompt for a model; what `text.token_ids` raises begins with "prompt `index`"."""
+    size, longest = lm.model.vocab_size, lm.model.max_length
+    return token_ids(prompt, lm.tokenizer, vocab_size=size, longest=longest, name=f"prompt {index}")
 
 
 def advance(session: Session, stride: int) -> Iterator[None]:

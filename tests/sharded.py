@@ -39,9 +39,12 @@ from meshes import FULLY, HEAT, MESHES, PROMPTS, mesh, placed, table
 
 from specjax import api, cli, sharding
 from specjax.drafters.small import trunk
+from specjax.engine import Engine
+from specjax.engine import slots as device
 from specjax.models.load import LM
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import Params
+from specjax.verify import RULES
 
 
 @functools.cache
@@ -130,6 +133,24 @@ def whole_calls(where):
     assert more == (1, 1), more
 
 
+def slots(where):
+    """Requests through an engine's slots over a mesh: the tokens that they have alone, and nothing compiled after warm-up."""
+    t, law, own = table(), api.SamplingParams(1.0), jax.random.split(jax.random.key(5), len(PROMPTS))
+    alone = LM(t.TARGET, t.target_params(), None, t.CONFIG)
+    over, how = sharding.lm_over(alone, mesh(where)), dict(max_new_tokens=12, sampling=law)
+    loaded = api.load_drafter("early_exit", over, num_draft=2)
+    both, sizes = Params(over.params, loaded.params), dict(slots=4, capacity=32, chunk=4)
+    engine = Engine(both, target=over.model, drafter=loaded.drafter, rule=RULES["coupled"], **sizes)
+    compiled = lambda: [program._cache_size() for program in (device.admit, device.fill, device.rounds)]
+    before = compiled()
+    asked = [engine.submit(prompt, key=key, **how) for prompt, key in zip(PROMPTS, own, strict=True)]
+    engine.drain()
+    assert compiled() == before, compiled()
+    drafter = api.load_drafter("early_exit", alone, num_draft=2)
+    wanted = api.generate(alone, drafter, PROMPTS, key=own, rule="coupled", **how)
+    assert [one.result.tokens for one in asked] == [one.tokens for one in wanted]
+
+
 def command(where):
     """`specjax generate --mesh` with a drafter that has no file says what does not divide, and answers as without (U07)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -192,6 +213,7 @@ QUICK = {
     "restores": part(sharded_training.restores, "2x4", ("8x1", "1x1", "model=2", "4x2")),
     "goes on": part(sharded_training.goes_on, "medusa", ("2x4", FULLY)),
     "calls": part(whole_calls, "4x2"),
+    "slots": part(slots, "2x4"),
     "command": part(command, "2x4"),
     "lm": trunk_of_an_lm,
     "meshes of others": meshes_of_others,

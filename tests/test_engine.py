@@ -93,7 +93,7 @@ SAMPLINGS = [
 ]
 INVALID = [
     (dict(prompt=[]), "empty"),
-    (dict(prompt=[1, 32]), "1 to 32: 0 to 31 exist"),
+    (dict(prompt=[1, 32]), "the prompt holds id 32: 0 to 31 exist"),
     (dict(prompt=[1.5]), "1.5"),
     (dict(prompt="a" * 90), "capacity="),
     (dict(prompt=3), "int"),

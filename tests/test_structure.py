@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "verify": CORE,
     "drafters": CORE | {"models.layers", "names"},
     "decode": CORE | {"verify.draw"},
-    "engine": CORE | {"decode", "schedule", "latency", "metrics", "text"},
+    "engine": CORE | {"decode", "schedule", "latency", "metrics", "text", "sharding"},
     "names": set(),
     "latency": {"types"},
     "schedule": {"types", "latency"},

@@ -28,14 +28,11 @@ from specjax.schedule import policies
 from specjax.schedule.policies import Policy
 from specjax.types import Params
 
-NEVER = 1 << 60
-"""Rounds until a policy probes of its own accord: the planner does."""
-
 POLICIES: dict[str, Callable[[Flags], Policy] | None] = {
     "fixed": None,
     "threshold": lambda command: policies.threshold(command.threshold),
     "early_stop": lambda command: policies.early_stop(),
-    "fixed_budget": lambda command: policies.fixed_budget(probe_every=NEVER),
+    "fixed_budget": lambda command: policies.fixed_budget(),
 }
 """None asks nobody: every draft is verified whole."""
 

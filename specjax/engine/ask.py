@@ -6,8 +6,7 @@ Every request has the same columns there, whether or not it uses them: what one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,8 @@ from specjax import sampling
 from specjax.decode import capacity_for
 from specjax.engine.slots import Ask, Build
 from specjax.sampling import Bias, SamplingParams
-from specjax.text import Tokenizer
+from specjax.text import Prompt, Tokenizer, is_whole, token_ids
 from specjax.types import Array
-
-Prompt = str | Sequence[Mapping] | Sequence[int]
 
 
 def ask(
@@ -32,13 +29,11 @@ def ask(
     Raises:
       ValueError: anything that makes no sense or does not fit, in one line.
     """
-    ids = token_ids(prompt, tokenizer, build.target.vocab_size)
+    context, room = build.target.max_length, build.capacity - capacity_for(0, build.drafter)
+    ids = token_ids(prompt, tokenizer, vocab_size=build.target.vocab_size, longest=context)
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: ask for a whole number from 1")
-    context, room = build.target.max_length, build.capacity - capacity_for(0, build.drafter)
     end = min(len(ids) + max_new_tokens, context)
-    if len(ids) > context:
-        raise ValueError(f"the prompt has {len(ids)} tokens, the context holds {context}: shorten it")
     if end > room:
         raise ValueError(
             f"{len(ids)} prompt tokens and max_new_tokens={max_new_tokens} do not fit into a slot of {room} tokens: "
@@ -54,38 +49,6 @@ def ask(
         key=key,
         sampling=full_columns(params, build.target.vocab_size, build.max_bias),
     )
-
-
-def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """Token ids of a string as it stands, of a chat through the tokenizer's template, or ids as they are.
-
-    Raises:
-      ValueError: empty, of another kind, or ids outside the vocabulary.
-    """
-    if not isinstance(prompt, Sequence | np.ndarray) or not len(prompt):
-        raise ValueError(f"the prompt is empty, or a {type(prompt).__name__}: give text, a chat, or a list of token ids")
-    chat = isinstance(prompt[0], Mapping)
-    if (chat or isinstance(prompt, str)) and tokenizer is None:
-        raise ValueError("the prompt is text, and this engine was built without a tokenizer: give token ids")
-    if tokenizer is not None and isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    elif tokenizer is not None and chat:
-        ids = tokenizer.chat(cast(Sequence[Mapping], prompt))
-    else:
-        bad = [x for x in prompt if not is_whole(x)]
-        if bad:
-            raise ValueError(f"the prompt holds {bad[0]!r}, which is no token id: ids are whole numbers")
-        ids = [int(x) for x in cast(Sequence[int], prompt)]
-    if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"the prompt has ids from {min(ids, default=None)} to {max(ids, default=None)}: 0 to {vocab_size - 1} exist"
-        )
-    return ids
-
-
-def is_whole(x) -> bool:
-    """An integer of Python or NumPy, and not a truth value."""
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def end_ids(ids: Sequence[int], max_eos: int) -> list[int]:

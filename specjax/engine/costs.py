@@ -9,6 +9,7 @@ Fits are those of `latency.calibrate`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax.engine.engine import Engine
-from specjax.engine.plan import Plan
+from specjax.engine.plan import Plan, Rows
 from specjax.latency.calibrate import DraftFit, PassFit, Timing, fit_draft, fit_pass, measure, predict, table_of
 from specjax.latency.cost_table import CostTable
 from specjax.sampling import SamplingParams
@@ -31,14 +32,15 @@ class Told:
     def __init__(self, count: int | None = None, *, keep_up: bool = False) -> None:
         self.count, self.keep_up = count, keep_up
 
-    def plan(self, active: np.ndarray, able: np.ndarray, cached: np.ndarray) -> Plan:
-        return Plan(None if self.count is None else np.where(active, self.count, 0).astype(np.int32), self.keep_up)
+    def admit(self, slot: int, rows: Rows) -> bool:
+        """Drafters read prompts where they will be asked for drafts, or keep up."""
+        return self.count is not None or self.keep_up
+
+    def plan(self, rows: Rows) -> Plan:
+        return Plan(None if self.count is None else np.where(rows.active, self.count, 0).astype(np.int32), self.keep_up)
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Nothing is learnt."""
-
-    def admit(self, slot: int) -> None:
-        """Whoever comes."""
 
 
 def measured_costs(
@@ -72,16 +74,37 @@ def measured_costs(
     counts = (None, *sorted({1, (num_draft + 1) // 2, num_draft}))
     batches = sorted({*(1 << i for i in range(slots.bit_length()) if 1 << i <= slots), slots})
 
-    def seconds(which: int, batch: int, context: int) -> float:
+    def of_a_round(which: int, batch: int, context: int) -> float:
         told.count = counts[which]
         return step_seconds(engine, batch, context, sampling, steps, new) / stride
 
     timed = {
-        t[:3]: t.seconds for t in measure(seconds, range(len(counts)), batches, contexts, sweeps=sweeps, progress=progress)
+        t[:3]: t.seconds for t in measure(of_a_round, range(len(counts)), batches, contexts, sweeps=sweeps, progress=progress)
     }
     verify, draft = parts(timed, counts, num_draft)
     context = int(np.mean(contexts))
     return table_of(verify, draft, num_draft=num_draft, most_requests=slots, context=context)
+
+
+def reading_seconds(
+    engine: Engine, *, chunk: int, num_draft: int, stride: int, sampling: SamplingParams = SamplingParams(), repeats: int = 9
+) -> float:  # fmt: skip
+    """Median seconds that a step of one request takes longer while another is let in and `chunk` tokens of its prompt are read.
+
+    The engine is that of `measured_costs`; whether drafters read too, and draft for the first, is its planner's to say.
+
+    Raises:
+      ValueError: two chunks do not fit into the capacity.
+    """
+    submit, extra = functools.partial(engine.submit, eos_ids=(), sampling=sampling), []
+    coming = lambda: (submit([1] * (2 * chunk), max_new_tokens=1), engine.step())
+    for _ in range(repeats):
+        submit([1] * 2, max_new_tokens=3 * stride * (num_draft + 1) + 1)
+        engine.step()
+        alone = seconds(engine.step)
+        extra.append(seconds(coming) - alone)
+        engine.drain()
+    return max(float(np.median(extra)), FLOOR)
 
 
 def parts(timed: dict[tuple[int, int, int], float], counts: Sequence[int | None], num_draft: int) -> tuple[PassFit, DraftFit]:
@@ -107,11 +130,14 @@ def step_seconds(engine: Engine, batch: int, context: int, sampling: SamplingPar
     while engine.load.waiting or engine.load.filling:
         engine.read()
     engine.step()
-    times = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begin)
+    times = [seconds(engine.step) for _ in range(steps)]
     for request in held:
         engine.cancel(request)
     return float(np.median(times))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """That a call takes."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

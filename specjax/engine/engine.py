@@ -5,6 +5,7 @@ A step costs a jitted call for each request that is admitted or filled, one for 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.engine import slots as device
-from specjax.engine.ask import Prompt, ask
+from specjax.engine.ask import ask
+from specjax.engine.drafting import Drafting
 from specjax.engine.plan import Planner
 from specjax.engine.request import CANCELLED, Load, QueueFull, Request
 from specjax.sampling import SamplingParams
 from specjax.schedule.limits import Schedule, told
-from specjax.text import Tokenizer
+from specjax.text import Prompt, Tokenizer
 from specjax.types import FINISH_REASONS, RUNNING, STOP, Array, Drafter, LanguageModel, Params, Rule
 
 
@@ -41,7 +44,7 @@ class Engine:
         """Allocate, and compile everything that will ever run.
 
         Args:
-          params: of target and drafter.
+          params: of target and drafter; where they lie on a mesh (`sharding`), so do the slots.
           target: the model whose law is kept.
           drafter: what proposes.
           rule: what verifies.
@@ -61,8 +64,7 @@ class Engine:
             verifies.  The drafter's own unless given; where there are none, a `limit` and no `packs`: powers of two.
           packs: numbers of tokens, each compiled: a round costs by the smallest that holds what all requests verify.
             Slots that are free then cost next to nothing, and requests may differ in length.
-          planner: how much each stretch of rounds verifies, in place of `limit` and `schedule`; where it says nothing, nothing
-            is drafted either.
+          planner: how much each stretch of rounds verifies, in place of `limit` and `schedule`, and whose drafters work at all.
           key: folds into the key of each request that brings none; `jax.random.key(0)` unless given.
           clock: seconds.
 
@@ -78,16 +80,18 @@ class Engine:
         drafter = drafter if widths is None else drafter._replace(widths=tuple(widths))
         build = device.Build(target, drafter, rule, slots, capacity, chunk, stride, max_eos, max_bias, limit, tuple(packs))
         self._build = device.checked(build)
-        self._plain = () if planner is None else device.plain(self._build)  # with a drafter that keeps up, and without
-        self._behind = np.zeros(slots, bool)  # rows whose drafter has missed tokens
-        self._planner, self._fills = planner, fills
+        self._drafting = Drafting(self._build, planner)
+        self._fills, self._read = fills, 0  # tokens of prompts that the last `read` took
         self._params, self._tokenizer, self._clock = params, tokenizer, clock
+        self._settled = functools.partial(sharding.settled, mesh=sharding.mesh_of(params))  # after each program, for the next
         self._key = jax.random.key(0) if key is None else key
         self._max_waiting, self._submitted = max_waiting, 0
         self._waiting: deque[Request] = deque()
         self._slots: list[Request | None] = [None] * slots
         self.ended: Counter[str] = Counter()  # requests by finish reason
-        self._state = self._warm_up(schedule)
+        first = self._ask([0], 1, SamplingParams(), (), self._key)
+        programs = dict(fills=self._drafting.fills, runs=self._drafting.runs)
+        self._state = device.warmed_up(params, first, schedule, settled=self._settled, **programs)
 
     def submit(
         self, prompt: Prompt, *, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
@@ -122,7 +126,7 @@ class Engine:
             self._submitted,
             asked,
             lean=all(getattr(sampling, field) is None for field in device.UNUSED),
-            chunks=-(-(int(asked.length) - 1) // self._build.chunk),
+            chunk=self._build.chunk,
             stream=stream,
             now=self._clock(),
         )
@@ -156,7 +160,7 @@ class Engine:
     def read(self) -> None:
         """The first half of a step: let requests in, and run a chunk of some prompts."""
         self._admit()
-        self._fill()
+        self._read = self._fill()
 
     def drain(self) -> None:
         """Step until all have ended."""
@@ -183,7 +187,7 @@ class Engine:
     def load(self) -> Load:
         """How many requests are where, now."""
         held = [request for request in self._slots if request is not None]
-        filling = sum(request.chunks > 0 for request in held)
+        filling = sum(request.left > 0 for request in held)
         return Load(len(self._waiting), filling, len(held) - filling, len(self._slots) - len(held))
 
     def reschedule(self, schedule: Any) -> None:
@@ -195,7 +199,7 @@ class Engine:
         shapes = [jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), s) for s in (self._state.schedule, schedule)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"schedule of shapes {shapes[1]}: this engine was built with {shapes[0]}")
-        self._state = self._state._replace(schedule=device.copied(schedule))
+        self._state = self._settled(self._state._replace(schedule=device.copied(schedule)))
 
     def _ask(self, prompt, max_new_tokens, sampling, eos_ids, key):
         return ask(
@@ -203,50 +207,42 @@ class Engine:
             tokenizer=self._tokenizer,
         )  # fmt: skip
 
-    def _warm_up(self, schedule: Any):
-        """A state of free slots, once every program has run on it."""
-        first, slot = self._ask([0], 1, SamplingParams(), (), self._key), np.int32(0)
-        state = device.idle(self._params, first, device.copied(schedule), build=self._build)
-        state = device.admit(self._params, state, slot, first, build=self._build)
-        state = device.fill(self._params, state, slot, build=self._build)
-        nobody = np.zeros(len(self._slots), bool)
-        for unused in ((), device.UNUSED):
-            for build in (self._build, *self._plain):
-                state, _ = device.rounds(self._params, state, nobody, build=build, unused=unused)
-        return state
-
     def _admit(self) -> None:
         """First come, first served."""
         for slot, request in enumerate(self._slots):
             if request is None and self._waiting:
                 new = self._waiting.popleft()
-                self._state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
+                state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
+                self._state = self._settled(state)
                 self._slots[slot] = new
                 new.admitted(self._clock())
-                self._behind[slot] = False
-                if self._planner is not None:
-                    self._planner.admit(slot)
+                self._drafting.admit(slot, self._slots)
 
-    def _fill(self) -> None:
-        """A chunk of each of the prompts that came first."""
-        filling = [(request.id, slot, request) for slot, request in enumerate(self._slots) if request and request.chunks]
+    def _fill(self) -> int:
+        """A chunk of each of the prompts that came first; tokens of them all."""
+        filling = [(request.id, slot, request) for slot, request in enumerate(self._slots) if request and request.left]
+        read = 0
         for _, slot, request in sorted(filling)[: self._fills]:
-            self._state = device.fill(self._params, self._state, np.int32(slot), build=self._build)
-            request.chunks -= 1
+            state = device.fill(self._params, self._state, np.int32(slot), build=self._drafting.fill(slot))
+            self._state = self._settled(state)
+            read += request.read()
+        return read
 
     def _decode(self) -> None:
         """A stretch of rounds for those whose prompt is in, and what it brought them."""
-        running = [(slot, request) for slot, request in enumerate(self._slots) if request and not request.chunks]
+        running = [(slot, request) for slot, request in enumerate(self._slots) if request and not request.left]
         if not running:
             return
         active = np.zeros(len(self._slots), bool)
         active[[slot for slot, _ in running]] = True
-        build = self._build if self._planner is None else self._planned(self._planner, active, running)
+        build, lengths = self._drafting.rounds(self._slots, self._read)
+        if lengths is not None:
+            self._state = self._settled(self._state._replace(schedule=Schedule(lengths=jnp.asarray(lengths))))
         unused = device.UNUSED if all(request.lean for _, request in running) else ()
-        self._state, brought = device.rounds(self._params, self._state, active, build=build, unused=unused)
+        state, brought = device.rounds(self._params, self._state, active, build=build, unused=unused)
+        self._state = self._settled(state)
         out, now = device.stretch(brought, build), self._clock()
-        if self._planner is not None:
-            self._planner.learn(out.counts[:, 0], out.counts[:, 1])
+        self._drafting.learn(out)
         for slot, request in running:
             counts = out.counts[slot]
             stopped = request.take(out.tokens[slot, : counts[2].sum()].tolist(), counts, now)
@@ -254,21 +250,6 @@ class Engine:
             if status != RUNNING:
                 self._slots[slot] = None
                 self._end(request, FINISH_REASONS[status])
-
-    def _planned(self, planner: Planner, active: np.ndarray, running: list[tuple[int, Request]]) -> device.Build:
-        """The rounds that a planner wants, once its lengths are in the state."""
-        cached = np.zeros(len(active))
-        for slot, request in running:
-            cached[slot] = request.ask.length + len(request.tokens)
-        able = active & ~self._behind
-        plan = planner.plan(active, able, cached)
-        lengths = None if plan.lengths is None else np.where(able, plan.lengths, 0).astype(np.int32)
-        if lengths is not None and lengths.any():
-            self._state = self._state._replace(schedule=Schedule(lengths=lengths))
-            return self._build
-        keep_up = plan.keep_up and able.any()
-        self._behind |= active & (not keep_up)
-        return self._plain[0 if keep_up else 1]
 
     def _end(self, request: Request, reason: str) -> None:
         result = request.end(reason, self._build.drafter.depth, self._clock())

@@ -12,10 +12,20 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specjax.latency.cost_table import CostTable, pass_seconds, round_seconds
+from specjax.latency.cost_table import CostTable
 from specjax.schedule import acceptance
-from specjax.schedule.policies import Policy, View
-from specjax.schedule.verify_length import plan_budget
+from specjax.schedule.policies import Lengths, Policy, View
+
+
+class Rows(NamedTuple):
+    """What the slots hold, between two stretches of rounds."""
+
+    held: np.ndarray  # [B] bool: a request
+    active: np.ndarray  # [B] bool: one that decodes
+    able: np.ndarray  # [B] bool: one whose drafter has missed nothing
+    cached: np.ndarray  # [B] tokens in the caches
+    read: int = 0  # tokens of prompts that were read before this stretch, a round of it
+    unread: int = 0  # and those that are left over for later ones
 
 
 class Plan(NamedTuple):
@@ -28,82 +38,79 @@ class Plan(NamedTuple):
 class Planner(Protocol):
     """What an engine asks, by slots."""
 
-    def plan(self, active: np.ndarray, able: np.ndarray, cached: np.ndarray) -> Plan:
-        """What to do next.
+    def admit(self, slot: int, rows: Rows) -> bool:
+        """Another request has the slot: whether a drafter reads its prompt; if not, it decodes without drafts to its end."""
+        ...
 
-        `active` [B] are the slots that decode, `able` those of them that can be drafted for (their drafters have kept up),
-        `cached` [B] the tokens in their caches.
-        """
+    def plan(self, rows: Rows) -> Plan:
+        """What to do next."""
         ...
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """What came of a stretch of rounds [B, r]; zero for slots that were not active."""
         ...
 
-    def admit(self, slot: int) -> None:
-        """Another request has the slot."""
-        ...
-
 
 class PolicyPlanner:
-    """A policy at work in one engine.  In rounds without drafts nothing is learnt, so now and then it drafts all the same."""
+    """A policy at work in one engine.
 
-    def __init__(
-        self, policy: Policy, table: CostTable, *, slots: int, num_draft: int, probe_share: float = 0.01, near: float = 0.9,
-        every: int = 64,
-    ) -> None:  # fmt: skip
+    Where the policy would not draft though every drafter had kept up, drafters do nothing: running requests are left behind,
+    and new ones come without.  When it wants to look again, the next request is a probe: its drafter reads the prompt, and
+    drafts in one stretch.
+    """
+
+    def __init__(self, policy: Policy, table: CostTable, *, slots: int, num_draft: int) -> None:
         """Nothing is known yet.
 
         Args:
-          policy: one of `schedule.policies`; `fixed_budget` with a `probe_every` that never comes, for probes are made here.
+          policy: one of `schedule.policies`.
           table: what rounds cost.
           slots: B of the engine.
           num_draft: K of its drafter, a chain.
-          probe_share: the share of time that is spent on drafts only to learn what is accepted; none where drafts would not
-            pay if all were accepted.
-          near: where the best drafts are worth less than this share of plain decoding, drafters do not keep up either, which
-            costs; requests that come later can be drafted for again.
-          every: stretches without drafts until the policy is asked again, if the same slots are decoding.
         """
-        self._policy, self._table, self._share, self._near, self._every = policy, table, probe_share, near, every
-        self._history, self._num_draft = acceptance.nothing_yet(slots, num_draft), num_draft
-        self._stretches, self._asked, self._probed, self._for = 0, 0, 0, b""
-        self._plan = Plan(None)
+        self._policy, self._table = policy, table
+        self._history = acceptance.nothing_yet(slots, num_draft)
+        self._quiet = 0  # stretches since anything was last drafted
+        self._probe: int | None = None  # the slot of one that is still to be looked at
 
-    def plan(self, active: np.ndarray, able: np.ndarray, cached: np.ndarray) -> Plan:
-        """As the policy wants it; while there are drafts it is asked every time."""
-        waited, now = self._stretches - self._asked, active.tobytes()
-        if self._plan.lengths is not None or self._for != now or waited >= self._every:
-            self._plan, self._for, self._asked = self._ask(active, able, cached), now, self._stretches
-        self._stretches += 1
-        return self._plan
+    def admit(self, slot: int, rows: Rows) -> bool:
+        """It is taken for what all requests were together."""
+        self._history = acceptance.forgotten(self._history, slot)
+        if self._probe is not None and (self._probe == slot or not rows.held[self._probe]):
+            self._probe = None  # it has gone
+        if self._ask(rows, rows.held, 0) is not None:
+            return True
+        if self._probe is not None or self._ask(rows, rows.held, self._quiet) is None:
+            return False
+        self._probe = slot
+        return True
+
+    def plan(self, rows: Rows) -> Plan:
+        """As the policy wants it, for those who can be drafted for; a token each at least, or nothing would be learnt."""
+        can, lengths = rows.active & rows.able, np.zeros(len(rows.active), np.int32)
+        if self._probe is not None and rows.active[self._probe]:
+            self._probe = None
+        chosen = self._ask(rows, rows.active, self._quiet, can, rows.read, rows.unread) if can.any() else None
+        if chosen is not None:
+            self._quiet = 0
+            lengths[rows.active] = np.where(can[rows.active], chosen(self._known(rows.active, can)), 0)
+            return Plan(lengths if lengths.any() else can.astype(np.int32))
+        self._quiet += 1
+        return Plan(None, keep_up=bool(can.any()) and self._ask(rows, rows.active, 0) is not None)
 
     def learn(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Kept by slot, and in a pool of all requests."""
         if drafted.any():
             self._history = acceptance.learnt(self._history, accepted, drafted)
 
-    def admit(self, slot: int) -> None:
-        """It is taken for what all requests were together."""
-        self._history = acceptance.forgotten(self._history, slot)
+    def _ask(
+        self, rows: Rows, whose: np.ndarray, quiet: int, can: np.ndarray | None = None, read: int = 0, unread: int = 0
+    ) -> Lengths | None:  # fmt: skip
+        """The policy on requests `whose` [B], of which `can` [B] be drafted for: all, unless given."""
+        known = self._known(whose, whose if can is None else can)
+        return self._policy(View(self._table, known, rows.cached[whose].sum(), quiet, read, unread))
 
-    def _ask(self, active: np.ndarray, able: np.ndarray, cached: np.ndarray) -> Plan:
-        slots, can = cached[active].sum(), able[active]
-        known = acceptance.expected(self._history)[active].astype(self._table.verify.dtype)
-        known = np.where(can[:, None], known, 0)
-        chosen = self._policy(View(self._table, known, slots, 1 + self._stretches))  # 0 would be a probe of the policy's own
-        lengths = np.zeros(len(active), np.int32)
-        lengths[active] = 0 if chosen is None else np.where(can, chosen(known), 0)
-        if not lengths.any() and can.any() and self._stretches - self._probed >= self._pause(len(can), slots):
-            lengths[active] = np.where(can, self._num_draft, 0)
-        if lengths.any():
-            self._probed = self._stretches
-            return Plan(lengths)
-        worth = plan_budget(known, self._table, np.ones_like(can), slots)
-        return Plan(None, keep_up=bool(worth.rate >= self._near * worth.plain_rate))
-
-    def _pause(self, requests: int, slots: np.ndarray) -> float:
-        """Stretches from a probe to the next; infinite where drafts would not pay if all were accepted."""
-        one, all_drafted = np.asarray(requests), np.asarray(requests * (self._num_draft + 1))
-        probe = round_seconds(self._table, one, all_drafted, slots) / pass_seconds(self._table, one, slots)
-        return np.inf if probe >= self._num_draft + 1 else float(probe / self._share)
+    def _known(self, whose: np.ndarray, can: np.ndarray) -> np.ndarray:
+        """Expected acceptance of requests `whose` [B]; none of those that cannot be drafted for."""
+        known = np.where(can[:, None], acceptance.expected(self._history), 0)
+        return known[whose].astype(self._table.verify.dtype)

@@ -63,21 +63,32 @@ class Request:
       id: its number in the engine, in order of submission.
       ask: what the device is given.
       lean: of the sampling parameters it uses the temperature alone.
-      chunks: passes of prefill that are still to be made.
+      left: tokens of the prompt that are still to be read; the last one is read with the first round.
       tokens: new tokens so far.
       text: what may be shown so far.
       result: None until it has ended.
     """
 
-    def __init__(self, number: int, ask: Ask, *, lean: bool, chunks: int, stream: TextStream | None, now: float) -> None:
-        self.id, self.ask, self.lean, self.chunks = number, ask, lean, chunks
+    def __init__(self, number: int, ask: Ask, *, lean: bool, chunk: int, stream: TextStream | None, now: float) -> None:
+        self.id, self.ask, self.lean, self.left = number, ask, lean, int(ask.length) - 1
         self.tokens: list[int] = []
         self.text = ""
         self.result: Result | None = None
-        self._stream, self._shown = stream, 0
+        self._chunk, self._stream, self._shown = chunk, stream, 0
         self._rounds: list[np.ndarray] = [np.zeros((3, 0), np.int32)]  # drafted, accepted, emitted
         self._submitted, self._admitted = now, None
         self._times: list[float] = []
+
+    @property
+    def chunks(self) -> int:
+        """Passes of prefill that are still to be made."""
+        return -(-self.left // self._chunk)
+
+    def read(self) -> int:
+        """A pass of prefill has been made: tokens that it took."""
+        count = min(self._chunk, self.left)
+        self.left -= count
+        return count
 
     def admitted(self, now: float) -> None:
         """It has a slot."""

@@ -7,7 +7,7 @@ they are free, being filled, or were cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -55,10 +55,9 @@ def checked(build: Build) -> Build:
 
 
 def plain(build: Build) -> tuple[Build, Build]:
-    """The same with rounds in which nothing is drafted, on the same state: with a drafter that keeps up, and with one that
-    does not.
+    """The same without drafts, on the same state: with a drafter that keeps up, and with one that does nothing at all.
 
-    A row that has been through rounds of the second kind must not be drafted for again: the drafter has missed tokens.
+    A row that was filled by the second, or has been through rounds of it, must not be drafted for: tokens were missed.
     """
     of = lambda drafter: build._replace(drafter=drafter(build.drafter, build.target), limit=None)
     return of(keeping_up), of(left_behind)
@@ -84,6 +83,7 @@ def left_behind(drafter: Drafter, target: LanguageModel) -> Drafter:
     """A drafter of the same state that does nothing at all."""
     idle = keeping_up(drafter, target)._replace(features=())
     return idle._replace(
+        absorb=lambda params, state, sequences, out, count: state,
         propose=lambda noise, params, state, sequences: (no_draft(sequences), state),
         commit=lambda params, state, out, verdict: state,
     )
@@ -132,6 +132,24 @@ def request_key(key: Array, number: Array) -> Array:
     return keys.request_keys(key, number[None])[0]
 
 
+def warmed_up(
+    params: Params, ask: Ask, schedule: Any, *, fills: Collection[Build], runs: Collection[Build], settled: Callable
+) -> State:  # fmt: skip
+    """A state of free slots, once every program has run on it with `ask`; the host calls none of its rows active.
+
+    `settled` puts a state where the next program expects it, as the engine does between them.
+    """
+    build, slot = next(iter(fills)), np.int32(0)
+    state = settled(idle(params, ask, copied(schedule), build=build))
+    state = settled(admit(params, state, slot, ask, build=build))
+    for build in fills:
+        state = settled(fill(params, state, slot, build=build))
+    for unused in ((), UNUSED):
+        for build in runs:
+            state = settled(rounds(params, state, np.zeros(build.slots, bool), build=build, unused=unused)[0])
+    return state
+
+
 @partial(jax.jit, static_argnames="build")
 def idle(params: Params, ask: Ask, schedule, *, build: Build) -> State:
     """A state whose rows are all as `ask`, with nothing run; the host calls none of them active."""
@@ -157,14 +175,14 @@ def admit(params: Params, state: State, slot: Array, ask: Ask, *, build: Build) 
 def fill(params: Params, state: State, slot: Array, *, build: Build) -> State:
     """One chunk of prefill for row `slot` alone: it is cut out and put back, and no other row is touched.
 
-    Costs a copy of the row's caches, where a pass over all rows would cost B times the arithmetic.
+    Costs a copy of the row's caches, where a pass over all rows would cost B times the arithmetic; none of the drafter's if
+    that has done nothing.
     """
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state._replace(schedule=()))
-    row = decode.prefill_chunk(params, row, target=build.target, drafter=build.drafter, chunk=build.chunk)
-    filled = (row.cache, row.drafter)
+    read = decode.prefill_chunk(params, row, target=build.target, drafter=build.drafter, chunk=build.chunk)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0)
-    cache, drafter = jax.tree.map(put, (state.cache, state.drafter), filled)
-    return state._replace(cache=cache, drafter=drafter)
+    drafter = state.drafter if read.drafter is row.drafter else jax.tree.map(put, state.drafter, read.drafter)
+    return state._replace(cache=jax.tree.map(put, state.cache, read.cache), drafter=drafter)
 
 
 @partial(jax.jit, static_argnames=("build", "unused"), donate_argnames="state")

@@ -26,8 +26,8 @@ class View(NamedTuple):
     table: CostTable
     earlier: np.ndarray  # [B, K] confidences of an earlier round of each request, NaN where it had none
     slots: np.ndarray  # [] cached tokens of all of them
-    rounds: int  # so far
-    read: int = 0  # tokens of prompts that this round reads besides
+    quiet: int  # rounds without drafts until now, or stretches of rounds where it is asked before each of these
+    read: int = 0  # tokens of prompts that are read besides, a round
     unread: int = 0  # and those that are left over for later ones
 
 
@@ -58,9 +58,10 @@ def early_stop() -> Policy:
 def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
     """A budget from earlier confidences, given to the best tokens of this round; plain rounds where drafting does not pay.
 
-    It drafts where nothing is known of any request, and every `probe_every` rounds, so that what it knows does not grow old.  A
-    request that has not drafted yet is taken for the mean of those that have.  What is verified where that may not pay, or
-    while prompts are left over, makes a round longer by a share of `slack` at most.
+    It drafts where nothing is known of any request, and after `probe_every` rounds without drafts or more, of whose time that
+    drafting takes a share of `slack` at most, so that what it knows does not grow old; never where drafts would not pay though
+    all were accepted.  A request that has not drafted yet is taken for the mean of those that have.  What is verified where
+    that may not pay, or while prompts are left over, makes a round longer by a share of `slack` at most.
     """
 
     def policy(view: View) -> Lengths | None:
@@ -71,7 +72,8 @@ def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
         known = np.where(unknown, likely[None], view.earlier).astype(view.table.verify.dtype)
         plan = plan_budget(known, view.table, _all(known), view.slots)
         pays = bool(plan.rate > plan.plain_rate) and not ignorant
-        look = ignorant or not view.rounds % probe_every
+        old = view.quiet >= probe_every and _drafting(view) <= slack * view.quiet
+        look = (ignorant or old) and _hopeful(view)
         if pays and not view.unread:
             budget = plan.budget
         else:
@@ -89,6 +91,19 @@ def affordable(view: View, slack: float, *, drafted: bool) -> int:
     seconds = pass_seconds(view.table, tokens, view.slots)
     drafting = 0 if drafted else draft_seconds(view.table, np.asarray(len(view.earlier)))
     return int((seconds[1:] + drafting - seconds[0] <= slack * seconds[0]).sum())
+
+
+def _drafting(view: View) -> float:
+    """How long drafting takes, in rounds without."""
+    requests = np.asarray(len(view.earlier))
+    return float(draft_seconds(view.table, requests) / pass_seconds(view.table, requests, view.slots))
+
+
+def _hopeful(view: View) -> bool:
+    """Whether drafts would pay if all of them were accepted."""
+    certain = np.ones(view.earlier.shape, view.table.verify.dtype)
+    best = plan_budget(certain, view.table, _all(certain), view.slots)
+    return bool(best.rate > best.plain_rate)
 
 
 def _all(rows: np.ndarray) -> np.ndarray:

@@ -1,9 +1,10 @@
 """A server simulated: requests arrive, wait, are read, and decode round by round at the cost that a table names.
 
-Each replica runs rounds back to back.  A round reads a chunk of prompts, asks the policy for lengths, and lasts as long as
-its tokens, its drafter and its caches take; then every request has its accepted tokens and one more.  What would have been
-accepted comes from a trace of measured rounds: each request walks through it from a place of its own, so that easy and hard
-stretches stay together.  NumPy, one round a few milliseconds at 4,096 requests; seconds are simulated, nothing waits.
+Each replica runs stretches of rounds back to back.  Before one, requests come in, prompts are read on, and the policy is
+asked; a round lasts as long as its tokens, its drafter and its caches take, and gives every request its accepted tokens and
+one more, which are seen at the end of the stretch.  What would have been accepted comes from a trace of measured rounds: each
+request walks through it from a place of its own, so that easy and hard stretches stay together.  NumPy, one round a few
+milliseconds at 4,096 requests; seconds are simulated, nothing waits.
 
 Left out: that a shorter verification makes the next draft start elsewhere, memory that runs out, and the network.
 """
@@ -19,7 +20,7 @@ import numpy as np
 from scipy import special
 
 from specjax.latency.cost_table import CostTable, draft_seconds, pass_seconds
-from specjax.schedule.policies import Policy, View
+from specjax.schedule.policies import Lengths, Policy, View
 
 
 class Trace(NamedTuple):
@@ -37,21 +38,33 @@ class Workload(NamedTuple):
     output: np.ndarray  # [n] tokens, at least 1
 
 
+class Reading(NamedTuple):
+    """Prompts in passes of their own, as `engine.Engine` reads them; who is read to the end decodes at once."""
+
+    chunk: int  # tokens of one prompt that a pass takes
+    passes: int  # between two stretches, each for another request
+    seconds: float  # of a pass, full or not
+
+
 class Server(NamedTuple):
     """What serves."""
 
     table: CostTable
     slots: int  # requests a replica decodes at once; more wait
     replicas: int = 1
-    prefill_chunk: int = 512  # tokens of prompts that a round may read besides
+    prefill_chunk: int = (
+        512  # tokens of prompts in the pass of a stretch's first round; those requests decode from the next one
+    )
     lag: int = 2  # rounds ago that the confidences a policy knows beforehand come from
+    stride: int = 1  # rounds of a stretch
+    reading: Reading | None = None  # in place of `prefill_chunk`
 
 
 class Rounds(NamedTuple):
     """Every round that ran, by replica and in order [N]."""
 
     start: np.ndarray
-    seconds: np.ndarray
+    seconds: np.ndarray  # with the reading before it
     requests: np.ndarray  # that were decoding
     verified: np.ndarray  # drafted tokens in the target's pass
     accepted: np.ndarray
@@ -64,7 +77,7 @@ class Report(NamedTuple):
     """What came of it."""
 
     arrival: np.ndarray  # [n] seconds
-    first: np.ndarray  # [n] when the first token came
+    first: np.ndarray  # [n] when the first token was seen
     finish: np.ndarray  # [n]
     tokens: np.ndarray  # [n] emitted
     rounds: Rounds
@@ -87,10 +100,18 @@ class Report(NamedTuple):
         return float(self.rounds.emitted[on].sum() / self.rounds.seconds[on].sum()) if on.any() else float("nan")
 
     @property
-    def user_speed(self) -> np.ndarray:
-        """[n] (tokens - 1) / (finish - first), one over vLLM's time per output token; NaN for an output of one round."""
+    def inter_token(self) -> np.ndarray:
+        """[n] (finish - first) / (tokens - 1) seconds, vLLM's time per output token; NaN for an output of one stretch.
+
+        What an engine calls `Times.between_tokens`.  The tokens of a stretch are seen together at its end.
+        """
         spent = self.finish - self.first
-        return np.where(spent > 0, (self.tokens - 1) / np.where(spent > 0, spent, 1), np.nan)
+        return np.where(spent > 0, spent / np.maximum(self.tokens - 1, 1), np.nan)
+
+    @property
+    def user_speed(self) -> np.ndarray:
+        """[n] tokens a second of a request, from its first token on: 1 / inter_token."""
+        return 1 / self.inter_token
 
     @property
     def time_to_first(self) -> np.ndarray:
@@ -159,7 +180,7 @@ class _Replica:
         self.workload, self.trace, self.server, self.policy = workload, trace, server, policy
         self.first, self.finish = first, finish  # of all requests, shared by the replicas
         self.waiting: deque[int] = deque()
-        self.idle, self.log, self.num_rounds = True, [], 0
+        self.idle, self.log, self.quiet = True, [], 0
         self.place = places.copy()  # where each request stands in the trace
         self.unread = workload.prompt - 1  # as in `decode.prefill`: the last token goes into the first round
         self.left, self.context = workload.output.copy(), np.zeros(len(self.unread), int)
@@ -171,33 +192,36 @@ class _Replica:
         """Requests that are here."""
         return len(self.running) + len(self.waiting)
 
-    def round(self, now: float) -> float:
-        """One round from `now`; its end."""
+    def stretch(self, now: float) -> float:
+        """Rounds from `now` until requests come and go again; the end of the last."""
         while self.waiting and len(self.running) < self.server.slots:
             self.running = np.append(self.running, self.waiting.popleft())
-        read = self._read()
+        readers, read = self._read()
         ready = self.running[self.unread[self.running] == 0]
-        ready = ready[~np.isin(ready, read[0])]  # read to the end in this round: they decode from the next one
-        slots = np.asarray(self.context[self.running].sum())
-        lengths = self._lengths(ready, slots, read[1])
-        tokens = np.asarray(len(ready) + read[1] + (0 if lengths is None else lengths.sum()))
-        seconds = float(pass_seconds(self.server.table, tokens, slots))
-        if lengths is not None:
-            seconds += float(draft_seconds(self.server.table, np.asarray(len(ready))))
-        self.log.append((now, seconds, len(ready), *self._emit(ready, lengths, now + seconds), read[1], len(self.waiting)))
-        self.num_rounds += 1
-        return now + seconds
+        ready = ready if self.server.reading else ready[~np.isin(ready, readers)]
+        lengths = self._ask(ready, read)
+        end = self._round(now, ready, lengths, readers, read)
+        for _ in range(self.server.stride - 1):
+            going = ready[self.left[ready] > 0]
+            end = self._round(end, going, lengths, readers[:0], 0) if len(going) else end
+        self.first[ready[np.isnan(self.first[ready])]] = end
+        self.finish[ready[self.left[ready] == 0]] = end
+        return end
 
     def _read(self) -> tuple[np.ndarray, int]:
         """Read prompts in the order in which they came: (requests that were read of, tokens)."""
-        want = self.running[self.unread[self.running] > 0]
-        before = np.cumsum(self.unread[want]) - self.unread[want]
-        count = np.clip(self.server.prefill_chunk - before, 0, self.unread[want])
+        want, alone = self.running[self.unread[self.running] > 0], self.server.reading
+        if alone is None:
+            before = np.cumsum(self.unread[want]) - self.unread[want]
+            count = np.clip(self.server.prefill_chunk - before, 0, self.unread[want])
+        else:
+            count = np.where(np.arange(len(want)) < alone.passes, np.minimum(self.unread[want], alone.chunk), 0)
         self.unread[want] -= count
         self.context[want] += count
         return want[count > 0], int(count.sum())
 
-    def _lengths(self, ready: np.ndarray, slots: np.ndarray, read: int) -> np.ndarray | None:
+    def _ask(self, ready: np.ndarray, read: int) -> Lengths | None:
+        """What the policy says of the next stretch."""
         if not len(ready):
             return None
         earlier = np.full((len(ready), self.trace.confidence.shape[1]), np.nan)
@@ -206,30 +230,39 @@ class _Replica:
             seen = np.searchsorted(requests, ready).clip(0, len(requests) - 1)
             hit = requests[seen] == ready
             earlier[hit] = confidence[seen[hit]]
-        unread = int(self.unread[self.running].sum())
-        lengths = self.policy(View(self.server.table, earlier, slots, self.num_rounds, read, unread))
-        if lengths is None:
-            return None
-        drafted = self.trace.confidence[self.place[ready] % len(self.trace.accepted)]
-        order = np.argsort(ready)
-        self.history.append((ready[order], drafted[order]))
-        return lengths(drafted.astype(self.server.table.verify.dtype))
+        slots, unread = self.context[self.running].sum(), int(self.unread[self.running].sum())
+        view = View(self.server.table, earlier, slots, self.quiet, read // self.server.stride, unread)
+        lengths = self.policy(view)
+        self.quiet = self.quiet + 1 if lengths is None else 0
+        return lengths
 
-    def _emit(self, ready: np.ndarray, lengths: np.ndarray | None, end: float) -> tuple[int, int, int]:
-        """Hand out what a round gives at its `end`: (verified, accepted, emitted) tokens."""
-        verified = np.zeros(len(ready), int) if lengths is None else lengths
-        accepted = np.minimum(self.trace.accepted[self.place[ready] % len(self.trace.accepted)], verified)
-        emitted = np.minimum(accepted + 1, self.left[ready])
-        self.first[ready[self.left[ready] == self.workload.output[ready]]] = end
-        self.left[ready] -= emitted
-        self.context[ready] += emitted
-        self.place[ready] += 1
-        self.finish[ready[self.left[ready] == 0]] = end
+    def _round(self, now: float, rows: np.ndarray, lengths: Lengths | None, readers: np.ndarray, read: int) -> float:
+        """One round from `now` for the requests `rows`, with what was read before it; its end."""
+        table, alone, slots = self.server.table, self.server.reading, self.context[self.running].sum()
+        drafted = self.trace.confidence[self.place[rows] % len(self.trace.accepted)]
+        count = np.zeros(len(rows), int) if lengths is None else lengths(drafted.astype(table.verify.dtype))
+        tokens = np.asarray(len(rows) + count.sum() + (0 if alone else read))
+        seconds = float(pass_seconds(table, tokens, slots)) if tokens else 0.0
+        seconds += len(readers) * alone.seconds if alone else 0.0
+        if lengths is not None:
+            seconds += float(draft_seconds(table, np.asarray(len(rows))))
+            order = np.argsort(rows)
+            self.history.append((rows[order], drafted[order]))
+        self.log.append((now, seconds, len(rows), *self._emit(rows, count), read, len(self.waiting)))
+        return now + seconds
+
+    def _emit(self, rows: np.ndarray, verified: np.ndarray) -> tuple[int, int, int]:
+        """Hand out what a round gives: (verified, accepted, emitted) tokens."""
+        accepted = np.minimum(self.trace.accepted[self.place[rows] % len(self.trace.accepted)], verified)
+        emitted = np.minimum(accepted + 1, self.left[rows])
+        self.left[rows] -= emitted
+        self.context[rows] += emitted
+        self.place[rows] += 1
         return int(verified.sum()), int(np.minimum(accepted, emitted).sum()), int(emitted.sum())
 
 
 def _run(replicas: list[_Replica], events: list[tuple[float, int]], until: float) -> None:
-    """Rounds that start before `until`; a replica without requests falls idle."""
+    """Stretches that start before `until`; a replica without requests falls idle."""
     while events and events[0][0] < until:
         now, i = heapq.heappop(events)
         replica = replicas[i]
@@ -237,11 +270,12 @@ def _run(replicas: list[_Replica], events: list[tuple[float, int]], until: float
         if replica.load == 0:
             replica.idle = True
         else:
-            heapq.heappush(events, (replica.round(now), i))
+            heapq.heappush(events, (replica.stretch(now), i))
 
 
 def _check(workload: Workload, trace: Trace, server: Server) -> None:
     if (np.diff(workload.arrival) < 0).any() or min(workload.prompt.min(), workload.output.min()) < 1:
         raise ValueError("a workload's arrivals ascend, and prompts and outputs have 1 token or more: sort it, drop empty ones")
-    if min(server.slots, server.replicas, server.prefill_chunk, server.lag) < 1 or not len(trace.accepted):
+    least = (server.slots, server.replicas, server.prefill_chunk, server.lag, server.stride, *(server.reading or ())[:2])
+    if min(least) < 1 or not len(trace.accepted):
         raise ValueError(f"{server[1:]} and a trace of {len(trace.accepted)} rounds: a server has 1 or more of each")

@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import decode, sampling
-from specjax.engine import Engine, Plan, PolicyPlanner, costs
+from specjax.engine import Engine, Plan, PolicyPlanner, Rows, costs
 from specjax.engine import slots as device
 from specjax.engine.costs import Told
 from specjax.engine.replay import Asked, replay, summary
@@ -27,11 +27,9 @@ DRAFTING = specjax.load_drafter("small", LM, num_draft=3, model=h.text_lm(NEAR))
 
 
 def engine_of(planner, **settings):
-    settings = {"slots": 4, "capacity": 96, "chunk": 8, "tokenizer": LM.tokenizer, **settings}
-    return Engine(
-        Params(LM.params, DRAFTING.params), target=LM.model, drafter=DRAFTING.drafter, rule=RULES["coupled"], planner=planner,
-        **settings,
-    )  # fmt: skip
+    settings = {"slots": 4, "capacity": 96, "chunk": 8, "tokenizer": LM.tokenizer, "drafter": DRAFTING.drafter, **settings}
+    params = Params(LM.params, DRAFTING.params)
+    return Engine(params, target=LM.model, rule=RULES["coupled"], planner=planner, **settings)
 
 
 class Script:
@@ -40,13 +38,13 @@ class Script:
     def __init__(self, *plans):
         self.plans = list(plans)
 
-    def plan(self, active, able, cached):
+    def admit(self, slot, rows):
+        return True
+
+    def plan(self, rows):
         return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
 
     def learn(self, drafted, accepted):
-        pass
-
-    def admit(self, slot):
         pass
 
 
@@ -56,9 +54,12 @@ class Roving(Script):
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
 
-    def plan(self, active, able, cached):
+    def admit(self, slot, rows):
+        return self.rng.random() < 0.7
+
+    def plan(self, rows):
         kind = self.rng.integers(0, 6)
-        return Plan(self.rng.integers(0, 4, len(active)) if kind < 4 else None, keep_up=kind != 5)
+        return Plan(self.rng.integers(0, 4, len(rows.active)) if kind < 4 else None, keep_up=kind != 5)
 
 
 # No token depends on the plan.
@@ -143,6 +144,82 @@ def test_a_row_left_behind_is_not_drafted_for_again():
     assert first.tokens == second.tokens
 
 
+WORK = []
+
+
+@functools.cache
+def counted():
+    """The drafter, telling of everything it is asked to do."""
+
+    def telling(name):
+        own = getattr(DRAFTING.drafter, name)
+
+        def call(*args):
+            jax.debug.callback(lambda: WORK.append(name))
+            return own(*args)
+
+        return call
+
+    return DRAFTING.drafter._replace(**{name: telling(name) for name in ("absorb", "propose", "commit")})
+
+
+def worked(act):
+    """Names of what the drafter did during `act()`."""
+    jax.effects_barrier()
+    before = len(WORK)
+    act()
+    jax.effects_barrier()
+    return set(WORK[before:])
+
+
+class Switch(Script):
+    """Whole drafts, or nothing of the drafter."""
+
+    on = True
+
+    def admit(self, slot, rows):
+        return self.on
+
+    def plan(self, rows):
+        return Plan(np.full(4, 3)) if self.on else Plan(None, keep_up=False)
+
+
+def test_drafting_is_switched_off_and_on_in_mid_stream():
+    """While it is off the drafter does nothing, neither for prompts nor in rounds; tokens are those of solo runs throughout."""
+    switch = Switch()
+    engine, held = engine_of(switch, drafter=counted()), []
+    sizes = [program._cache_size() for program in (device.fill, device.rounds)]
+
+    def submit(prompt, new):
+        settings = dict(sampling=SAMPLINGS[len(held) % 3], max_new_tokens=new)
+        held.append((prompt, settings, engine.submit(prompt, eos_ids=(), key=jax.random.key(len(held)), **settings)))
+
+    def steps(count):
+        for _ in range(count):
+            engine.step()
+
+    submit([3] * 20, 40), submit([5] * 9, 12)
+    assert worked(lambda: steps(5)) == {"absorb", "propose", "commit"}
+    switch.on = False
+    submit([7] * 30, 30)
+    assert worked(lambda: steps(6)) == set()
+    switch.on = True
+    submit([9] * 18, 20)
+    assert worked(engine.drain) == {"absorb", "propose", "commit"}
+    drafted = [request.result.stats.num_draft_tokens for *_, request in held]
+    assert drafted[2] == 0 and min(drafted[0], drafted[1]) > 0 and drafted[3] > 20
+    for i, (prompt, settings, request) in enumerate(held):
+        alone = decoded(prompt, settings, jax.random.key(i))
+        assert request.tokens == alone
+    assert [program._cache_size() for program in (device.fill, device.rounds)] == sizes, "nothing compiles after construction"
+
+
+def decoded(prompt, settings, key):
+    """Tokens of one request by itself, which no end cuts."""
+    lm = LM._replace(tokenizer=None)
+    return specjax.generate(lm, DRAFTING, [prompt], key=key[None], rule="coupled", **settings)[0].tokens
+
+
 def test_rounds_without_drafts_do_not_draft(monkeypatch):
     """A plan of zeros runs the plain program, as none does, and nothing compiles after construction."""
     engine, ran = engine_of(Script(Plan(np.zeros(4, int)), Plan(None), Plan(np.ones(4, int)), Plan(None, False))), []
@@ -187,8 +264,8 @@ def test_an_engine_is_timed_and_left_empty(monkeypatch):
     real = engine.step
 
     def step():
-        running = engine.load.running
-        Clock.now += running if told.count is None else running * (1 + told.count) + 10
+        waiting, _, running, _ = engine.load
+        Clock.now += 100 * waiting + (running if told.count is None else running * (1 + told.count) + 10)
         return real()
 
     monkeypatch.setattr(engine, "step", step)
@@ -197,71 +274,105 @@ def test_an_engine_is_timed_and_left_empty(monkeypatch):
     assert engine.load == (0, 0, 0, 4)
     assert np.interp([1, 2, 4, 16], table.tokens, table.verify) == pytest.approx([1, 2, 4, 16], rel=1e-3)
     assert np.interp([1, 2, 4], table.requests, table.draft) == pytest.approx([10] * 3, rel=1e-3)
+    read = lambda: costs.reading_seconds(engine, chunk=8, num_draft=3, stride=1, repeats=3)
+    told.count = 3
+    assert read() == 100 and engine.load == (0, 0, 0, 4), "beside the round of the other"
 
 
 # What a policy makes of costs and of what was accepted.
 
 
-def planner(draft, *, policy=None, verify=(1.0, 1.0), **settings):
+def planner(draft, *, policy=None, verify=(1.0, 1.0)):
     """Two slots, K = 3; a pass costs 1 up to 8 tokens unless said otherwise, drafting `draft`."""
     costs = cost_table([1, 8], verify, draft=[draft], dtype=np.float64)
-    policy = policies.fixed_budget(probe_every=1 << 30) if policy is None else policy
-    return PolicyPlanner(policy, costs, slots=2, num_draft=3, **settings)
+    return PolicyPlanner(policy or policies.fixed_budget(probe_every=10, slack=0.1), costs, slots=2, num_draft=3)
 
 
-BOTH, CACHED = np.ones(2, bool), np.full(2, 10.0)
+BOTH, SECOND = np.ones(2, bool), np.asarray([False, True])
+OFF = Plan(None, keep_up=False)
+
+
+def rows(able=BOTH, active=BOTH, **more):
+    return Rows(held=BOTH, active=active, able=able, cached=np.full(2, 10.0), **more)
+
+
+def taught(one, accepted, rounds=200):
+    """It has seen rounds in which so many of three tokens were accepted, of each slot."""
+    for _ in range(rounds):
+        one.learn(np.full((2, 1), 3), np.broadcast_to(np.asarray(accepted), 2)[:, None])
+    return one
 
 
 def test_it_drafts_while_that_pays_and_stops_when_not():
     """Drafting costs half a pass: with everything accepted it pays, with nothing it does not."""
     one = planner(0.5)
-    assert one.plan(BOTH, BOTH, CACHED).lengths.tolist() == [3, 3], "everything is taken to be accepted at first"
-    for _ in range(20):
-        one.learn(np.full((2, 1), 3), np.full((2, 1), 3))
-    assert one.plan(BOTH, BOTH, CACHED).lengths.tolist() == [3, 3]
-    for _ in range(200):
-        one.learn(np.full((2, 1), 3), np.zeros((2, 1), int))
-    assert one.plan(BOTH, BOTH, CACHED) == Plan(None, keep_up=False)
+    assert one.admit(0, rows()) and one.plan(rows()).lengths.tolist() == [3, 3], "all is taken to be accepted at first"
+    assert taught(one, 3, 20).plan(rows()).lengths.tolist() == [3, 3]
+    assert taught(one, 0).plan(rows()) == OFF and not one.admit(0, rows())
 
 
-def test_it_probes_for_a_share_of_the_time():
-    """A probe costs 1.5 plain rounds: at a share of .05, one in 30."""
-    one = planner(0.5, probe_share=0.05, every=1)
-    for _ in range(200):
-        one.learn(np.full((2, 1), 3), np.zeros((2, 1), int))
-    drafted = [one.plan(BOTH, BOTH, CACHED).lengths is not None for _ in range(120)]
-    assert np.flatnonzero(drafted).tolist() == [30, 60, 90]
+def test_who_comes_when_drafting_does_not_pay_comes_without():
+    """After 10 stretches without drafts the next request is a probe, and no other until it was looked at."""
+    one = taught(planner(0.5), 0)
+    assert {one.plan(rows()) for _ in range(9)} == {OFF} and not one.admit(1, rows())
+    assert one.plan(rows(~BOTH)) == OFF and one.admit(1, rows()) and not one.admit(0, rows())
+    assert one.plan(rows(~BOTH, active=~SECOND)) == OFF, "its prompt is not in yet"
+    assert one.plan(rows(SECOND)).lengths.tolist() == [0, 3] and one.plan(rows(SECOND)) == OFF
+    assert [one.plan(rows(~BOTH)) for _ in range(8)] == [OFF] * 8 and not one.admit(1, rows())
+    assert one.plan(rows(~BOTH)) == OFF and one.admit(0, rows())
 
 
-def test_where_no_draft_could_pay_it_neither_probes_nor_keeps_up():
+def test_a_probe_that_goes_is_replaced():
+    one = taught(planner(0.5), 0)
+    for _ in range(10):
+        one.plan(rows())
+    assert one.admit(1, rows()) and one.admit(1, rows()), "the first was cancelled, and its slot given to another"
+    assert one.admit(0, rows()._replace(held=~SECOND)), "that too, and its slot is free"
+
+
+def test_probes_change_its_mind():
+    """Only the probes are seen to be accepted, one stretch in 11: then all come with drafters, who keep up until it pays."""
+    one, asked = taught(planner(0.5), 0), []
+    for _ in range(4000):
+        asked.append(one.admit(1, rows()))
+        able = SECOND & asked[-1]
+        plan = one.plan(rows(able))
+        if plan.lengths is not None:
+            one.learn(plan.lengths[:, None], plan.lengths[:, None])
+    assert sum(asked[:500]) == 45 and all(asked[-100:])
+    assert one.plan(rows(BOTH)).lengths.tolist() == [3, 3]
+
+
+def test_where_no_draft_could_pay_nobody_is_looked_at():
     """Drafting costs four passes: four tokens for five passes are a loss, though all were accepted."""
-    one = planner(4.0, probe_share=1.0, every=1)
-    assert {one.plan(BOTH, BOTH, CACHED) for _ in range(50)} == {Plan(None, keep_up=False)}
+    one = planner(4.0)
+    assert {one.plan(rows()) for _ in range(50)} == {OFF} and not one.admit(0, rows())
 
 
 def test_who_is_left_behind_is_not_drafted_for():
-    """Nor probed; and where drafts are nearly worth it, drafters keep up."""
-    one, second = planner(0.5, probe_share=1.0, every=1), np.asarray([False, True])
-    assert one.plan(BOTH, second, CACHED).lengths.tolist() == [0, 3]
-    assert one.plan(BOTH, ~BOTH, CACHED) == Plan(None, keep_up=False)
-    close = planner(0.08)
-    for _ in range(200):
-        close.learn(np.full((2, 1), 3), np.zeros((2, 1), int))
-    assert close.plan(BOTH, BOTH, CACHED) == Plan(None, keep_up=True)
+    """And where it would pay if the others were able too, the drafters of those who are keep up."""
+    one = planner(0.5)
+    assert one.plan(rows(SECOND)).lengths.tolist() == [0, 3] and one.plan(rows(~BOTH)) == OFF
+    assert planner(2.0).plan(rows(SECOND)) == Plan(None, keep_up=True), "2.5 tokens each for 3 passes"
+
+
+def test_while_prompts_are_left_over_drafts_wait():
+    """A token costs a twentieth of a pass, of which 2 % are allowed: nobody drafts, and drafters keep up."""
+    one = planner(0.1, verify=(1.0, 1.35), policy=policies.fixed_budget(slack=0.02))
+    assert one.plan(rows()).lengths.any() and one.plan(rows(unread=40)) == Plan(None, keep_up=True)
+    assert one.plan(rows(unread=40, read=200)).lengths.any(), "beside that much reading a token is cheap"
 
 
 def test_each_request_has_its_own_acceptance():
     """The one whose drafts are refused is given fewer; the next in its slot is as all were together."""
-    one = planner(0.1, verify=(1.0, 1.7))
-    for _ in range(40):
-        one.learn(np.full((2, 1), 3), np.asarray([[3], [0]]))
-    assert one.plan(BOTH, BOTH, CACHED).lengths.tolist() == [3, 0]
-    one.admit(1)
-    assert one.plan(BOTH, BOTH, CACHED).lengths[1] > 0
+    one = taught(planner(0.1, verify=(1.0, 1.7)), [3, 0], 40)
+    assert one.plan(rows()).lengths.tolist() == [3, 0]
+    one.admit(1, rows())
+    assert one.plan(rows()).lengths[1] > 0
 
 
 def test_a_threshold_is_a_policy_too():
-    one = planner(0.1, policy=policies.threshold(0.5))
-    for _ in range(40):
-        one.learn(np.full((2, 1), 3), np.full((2, 1), 1))
-    assert one.plan(BOTH, BOTH, CACHED).lengths.tolist() == [1, 1]
+    """It drafts every round: where it would verify nothing, one token of each is, or nothing more were learnt."""
+    one = taught(planner(0.1, policy=policies.threshold(0.5)), 1, 40)
+    assert one.plan(rows()).lengths.tolist() == [1, 1]
+    assert taught(one, 0).plan(rows()).lengths.tolist() == [1, 1] and one.admit(0, rows())

@@ -51,6 +51,22 @@ def test_prompts_are_read_in_chunks_beside_the_others():
     assert made.first.tolist() == [5, 15] and made.finish.tolist() == [17, 17]
 
 
+def test_a_stretch_is_seen_at_its_end():
+    """Four rounds of 2 s, in which nobody comes or goes; the next ends as nobody is left, and both are seen then."""
+    made = simulate.simulate(requests((0, 1, 6), (1, 1, 2)), constant_trace(0), Server(FLAT, 2, stride=4), policies.plain())
+    assert made.first.tolist() == [8, 12] and made.finish.tolist() == [12, 12]
+    assert made.rounds.requests.tolist() == [1] * 4 + [2] * 2 and made.rounds.start.tolist() == [0, 2, 4, 6, 8, 10]
+    assert made.inter_token[0] == 4 / 5 and np.isnan(made.inter_token[1])
+
+
+def test_prompts_are_read_apart():
+    """A's 9 tokens by 4, half a second each, and B's 3 beside: who is read to the end decodes at once."""
+    server = Server(FLAT, 2, reading=simulate.Reading(chunk=4, passes=2, seconds=0.5))
+    made = simulate.simulate(requests((0, 10, 2), (0, 4, 1)), constant_trace(0), server, policies.plain())
+    assert made.rounds.read.tolist() == [7, 4, 1, 0] and made.rounds.seconds.tolist() == [3.0, 0.5, 2.5, 2.0]
+    assert made.first.tolist() == [6, 3] and made.finish.tolist() == [8, 3]
+
+
 def test_those_who_find_no_slot_wait_in_turn():
     made = simulate.simulate(requests((0, 1, 2), (0, 1, 2), (1, 1, 1)), constant_trace(0), Server(FLAT, 1), policies.plain())
     assert made.finish.tolist() == [4, 8, 10] and made.rounds.waiting.tolist() == [1, 2, 1, 1, 0]
@@ -183,15 +199,24 @@ def test_schedules_follow_the_load(steady, slots):
 def test_while_prompts_wait_drafts_take_a_share_of_the_round():
     """A token costs .01 s here and a pass 1 s: of 2 % of a round of 1.02 s two tokens are bought, if drafting is free."""
     costs = cost_table([1, 1000], [1.01, 11.0])
-    view = policies.View(costs, np.full((2, 5), 0.99), np.asarray(0), rounds=1, unread=40)
+    view = policies.View(costs, np.full((2, 5), 0.99), np.asarray(0), quiet=1, unread=40)
     assert [policies.affordable(view, share, drafted=False) for share in (0.02, 1.0)] == [2, 10]
     dear = view._replace(table=cost_table([1, 1000], [1.01, 11.0], draft=[0.05]))
     assert [policies.affordable(dear, 0.06, drafted=on) for on in (False, True)] == [1, 6]
     policy, drafted = policies.fixed_budget(slack=0.02), np.full((2, 5), 0.99)
     assert policy(view)(drafted).sum() == 2 and policy(view._replace(unread=0))(drafted).sum() == 10
-    assert policy(dear) is None and policy(dear._replace(rounds=64))(drafted).sum() == 2  # drafts so as to look
+    assert policy(dear) is None and policy(dear._replace(quiet=64))(drafted).sum() == 2  # drafts so as to look
     blind = view._replace(earlier=np.full((2, 5), np.nan), unread=0)
     assert policy(blind)(drafted).sum() == 2  # and so it does before it knows any
+
+
+def test_a_budget_looks_after_quiet_rounds():
+    """Hardly ever accepted: two rounds until that is known, then one in 11, or for a tenth of the time; hopeless ones never."""
+    trace, asked = Trace(np.full((4, 3), 0.01), np.zeros(4, int)), requests((0, 1, 60))
+    for draft, drafted in ((1.0, [0, 1, 12, 23, 34, 45, 56]), (3.0, [0, 1, 17, 33, 49]), (7.0, [])):
+        costs = cost_table([1, 2], [2.0, 2.0], draft=[draft], dtype=np.float64)
+        made = simulate.simulate(asked, trace, Server(costs, 1), policies.fixed_budget(probe_every=10, slack=0.1))
+        assert np.flatnonzero(made.rounds.seconds > 2).tolist() == drafted
 
 
 def test_a_policy_is_told_what_is_read():
@@ -227,5 +252,6 @@ def test_what_is_refused():
     for bad in (requests((1, 1, 1), (0, 1, 1)), requests((0, 0, 1)), requests((0, 1, 0))):
         with pytest.raises(ValueError, match="arrivals ascend"):
             simulate.simulate(bad, constant_trace(0), Server(FLAT, 1), policies.plain())
-    with pytest.raises(ValueError, match="1 or more of each"):
-        simulate.simulate(requests((0, 1, 1)), constant_trace(0), Server(FLAT, 0), policies.plain())
+    for server in (Server(FLAT, 0), Server(FLAT, 1, stride=0), Server(FLAT, 1, reading=simulate.Reading(0, 1, 0.5))):
+        with pytest.raises(ValueError, match="1 or more of each"):
+            simulate.simulate(requests((0, 1, 1)), constant_trace(0), server, policies.plain())
