@@ -78,11 +78,11 @@ class PolicyPlanner:
         self._history = acceptance.forgotten(self._history, slot)
         if self._probe is not None and (self._probe == slot or not rows.held[self._probe]):
             self._probe = None  # it has gone
-        if self._ask(rows, rows.held, 0) is not None:
-            return True
-        if self._probe is not None or self._ask(rows, rows.held, self._quiet) is None:
+        waits = self._probe is not None  # one look at a time
+        if self._ask(rows, rows.held, 0 if waits else self._quiet) is None:
             return False
-        self._probe = slot
+        if not waits and self._ask(rows, rows.held, 0) is None:
+            self._probe = slot
         return True
 
     def plan(self, rows: Rows) -> Plan:

@@ -74,11 +74,13 @@ def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
         pays = bool(plan.rate > plan.plain_rate) and not ignorant
         old = view.quiet >= probe_every and _drafting(view) <= slack * view.quiet
         look = (ignorant or old) and _hopeful(view)
+        if not (pays or look):
+            return None  # before anything else is computed: a server asks often
         if pays and not view.unread:
             budget = plan.budget
         else:
             budget = min(plan.budget, affordable(view, slack, drafted=look))
-        if not look and not (pays and budget > 0):
+        if not look and budget == 0:
             return None
         return lambda confidence: fixed_budget_lengths(confidence, np.asarray(budget), _all(confidence))
 
