@@ -7,7 +7,7 @@ each device agree with the sizes worked out by hand, and does a layer cost two s
 
 Command:    python experiments/sharded_sizes.py [--layers 2] [--mesh model=8] [--json FILE]
             python experiments/sharded_sizes.py --scaling --targets Llama-3.3-70B
-Run time:   a minute on 2 cores for 2 layers; at full depth (--layers 0) two a target and drafter.  --scaling: ten
+Run time:   a minute on 2 cores for 2 layers; at full depth (--layers 0) one a target and drafter.  --scaling: ten
             seconds a target.
 Expected:   bytes within 5 % of the prediction (found: within 0.1 %); 2 all-reduces a layer of the target, no weight ever
             gathered: the one gather is of the law [B, V] that each row's last token is drawn from.  A CPU's temporary bytes are
