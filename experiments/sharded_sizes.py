@@ -2,13 +2,10 @@
 
 Question: a round of speculative decoding (propose, verify, commit) is compiled ahead of time for Llama-3.3-70B, Qwen3-32B and
 Gemma-3-27B with an EAGLE-3 and a DSpark head, from shapes alone, on eight simulated devices.  Do the bytes of its arguments on
-each device agree with the sizes worked out by hand, and does a layer cost two sums over the devices and nothing else?  And with
---scaling: is what the roofline says of 1, 2, 4 and 8 devices (bytes held, bytes sent) what a compiled pass of the target has?
+each device agree with the sizes worked out by hand, and does a layer cost two sums over the devices and nothing else?
 
 Command:    python experiments/sharded_sizes.py [--layers 2] [--mesh model=8] [--json FILE]
-            python experiments/sharded_sizes.py --scaling --targets Llama-3.3-70B
-Run time:   a minute on 2 cores for 2 layers; at full depth (--layers 0) one a target and drafter.  --scaling: ten
-            seconds a target.
+Run time:   a minute on 2 cores for 2 layers; at full depth (--layers 0) one a target and drafter.
 Expected:   bytes within 5 % of the prediction (found: within 0.1 %); 2 all-reduces a layer of the target, no weight ever
             gathered: the one gather is of the law [B, V] that each row's last token is drawn from.  A CPU's temporary bytes are
             not an accelerator's and are not shown.  --scaling: bytes held within 0.02 %; twice the bytes sent, since layers sum
@@ -40,8 +37,7 @@ from specjax.drafters.eagle import drafter as eagle
 from specjax.drafters.eagle import head as eagle_head
 from specjax.drafters.medusa import chain_paths
 from specjax.drafters.siblings import SIBLINGS
-from specjax.latency.hardware import find_hardware
-from specjax.latency.roofline import Load, Placement, head_weights, layer_weights, resident_bytes, seconds, shape_of, work
+from specjax.latency.roofline import head_weights, layer_weights, shape_of
 from specjax.models.families import config_from_hf
 from specjax.models.transformer import language_model
 from specjax.sampling import SamplingParams
@@ -68,7 +64,7 @@ CONFIGS = {  # as published, without what is a default of the family
     ),
 }  # fmt: skip
 DRAFTERS = ("eagle3", "dspark")
-NUM_DRAFT, BATCH, CAPACITY, CONTEXT = 4, 8, 2048, 1024
+NUM_DRAFT, BATCH, CAPACITY = 4, 8, 2048
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
@@ -99,22 +95,6 @@ class Row(NamedTuple):
     largest_gather: int  # bytes of the largest all-gather's result
     smallest_weight: int  # bytes of the smallest matrix of a layer, whole
     notes: tuple[str, ...]
-
-
-class Scaled(NamedTuple):
-    """One target's pass over a number of devices; bytes and seconds are of each device."""
-
-    target: str
-    layers: int
-    devices: int
-    resident: float  # bytes of weights and caches, by the roofline
-    compiled: int  # of arguments
-    link: float  # bytes sent in a layer, by the roofline
-    compiled_link: float  # round a ring
-    kinds: dict[str, int]  # collectives in all these layers
-    dtypes: list[str]  # of what they carry
-    whole: float  # resident bytes of all the target's layers
-    seconds: float  # of a pass through all of them, by the roofline
 
 
 def configured(name: str, layers: int):
@@ -215,64 +195,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def sent(one: Collective, devices: int) -> float:
-    """Bytes that a device sends of it, round a ring."""
-    rounds = {"all-reduce": 2 * (devices - 1) / devices, "reduce-scatter": devices - 1, "collective-permute": 1}
-    return one.bytes * rounds.get(one.kind, (devices - 1) / devices)
-
-
-def compiled_pass(name: str, layers: int, mesh):
-    """(compiled program, the target's config) of one pass over a block that verifies NUM_DRAFT tokens."""
-    config = configured(name, layers)
-    alone = language_model(config, dtype=jnp.bfloat16, cache_dtype=jnp.bfloat16)
-    shapes = sharding.parted(jax.eval_shape(alone.init, jax.random.key(0)))
-    params = sharding.abstract(shapes, sharding.placement(shapes, mesh, kv_heads=(config.kv_heads,)).shardings)
-    given = jax.ShapeDtypeStruct((BATCH, NUM_DRAFT + 1), jnp.int32), jax.eval_shape(lambda: alone.init_cache(BATCH, CAPACITY))
-    given = sharding.held(given, mesh, lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
-    step = lambda params, tokens, cache: sharding.model_over(alone, mesh).apply(params, tokens, cache)
-    return jax.jit(step, donate_argnums=2).lower(params, *given).compile(), config
-
-
-def scaling(name: str, layers: int, chip: str = "h100", devices: tuple[int, ...] = (1, 2, 4, 8)) -> list[Scaled]:
-    """A target's pass over more and more devices: by the roofline, and as compiled."""
-    rows = []
-    for n in devices:
-        program, config = compiled_pass(name, layers, sharding.parse_mesh(f"model={n}", jax.devices()[:n]))
-        placed, load, whole = Placement(parallel=n), Load(BATCH, CONTEXT), shape_of(configured(name, 0))
-        run = lambda shape, placed=placed, load=load: work(shape, load, NUM_DRAFT + 1, placed)
-        found = [c for c in collectives(program.as_text()) if layer_of(c) is not None]
-        rows.append(
-            Scaled(
-                name, config.layers, n, resident_bytes(shape_of(config), Load(BATCH, CAPACITY), placed),
-                program.memory_analysis().argument_size_in_bytes,
-                run(whole._replace(layers=2)).link_bytes - run(whole._replace(layers=1)).link_bytes,
-                sum(sent(c, n) for c in found) / config.layers,
-                {kind: sum(c.kind == kind for c in found) for kind in KINDS if any(c.kind == kind for c in found)},
-                sorted({c.dtype for c in found}), resident_bytes(whole, Load(BATCH, CAPACITY), placed),
-                seconds(run(whole), find_hardware(chip)),
-            )
-        )  # fmt: skip
-    return rows
-
-
-def scaling_table(rows: list[Scaled], chip: str = "h100") -> str:
-    """As people read it, in Markdown."""
-    first = rows[0]
-    whole = configured(first.target, 0).layers
-    lines = [
-        f"{first.target}: {first.layers} of {whole} layers compiled, batch {BATCH}, {NUM_DRAFT + 1} tokens, bfloat16, "
-        f"caches of {CAPACITY} slots with {CONTEXT} tokens\n",
-        f"| devices | GB a device: roofline, compiled | collectives | MB sent in a layer: roofline, compiled | "
-        f"all {whole} layers by the roofline: GB a device, ms on {chip} |",
-        "|---|---|---|---|---|",
-    ]
-    for r in rows:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in r.kinds.items()) or "none"
-        held, link = f"{r.resident / 1e9:.3f}, {r.compiled / 1e9:.3f}", f"{r.link / 1e6:.2f}, {r.compiled_link / 1e6:.2f}"
-        lines.append(f"| {r.devices} | {held} | {kinds} | {link} | {r.whole / 1e9:.1f}, {1e3 * r.seconds:.1f} |")
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help="of the target; 0 is all")
@@ -280,11 +202,7 @@ def main():
     parser.add_argument("--targets", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--drafters", nargs="*", default=list(DRAFTERS), choices=DRAFTERS)
     parser.add_argument("--json", help="write rows here; - is stdout, instead of the table")
-    parser.add_argument("--scaling", action="store_true", help="a pass over 1, 2, 4 and 8 devices instead")
     asked = parser.parse_args()
-    if asked.scaling:
-        print(*(scaling_table(scaling(name, asked.layers)) for name in asked.targets), sep="\n\n")
-        return
     mesh, rows = sharding.parse_mesh(asked.mesh), []
     for name in asked.targets:
         for method in asked.drafters:

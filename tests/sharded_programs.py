@@ -17,6 +17,7 @@ from specjax.types import Draft
 from specjax.verify import RULES
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments"))
+import sharded_scaling  # noqa: E402
 import sharded_sizes  # noqa: E402
 
 RULES_OF_CHAINS = helpers.CHAIN_RULES
@@ -121,7 +122,7 @@ def scaling(target):
     """What the roofline says of 1, 2, 4 and 8 devices is what the compiled pass has: bytes held, and sent in a layer; but sums
     are of float32, and the roofline counts 2 bytes for each number.
     """
-    for row in sharded_sizes.scaling(target, 2):
+    for row in sharded_scaling.scaling(target, 2):
         assert abs(row.compiled / row.resident - 1) < 0.001, row
         assert row.kinds == ({"all-reduce": 2 * row.layers} if row.devices > 1 else {}), row
         assert row.compiled_link == 2 * row.link and set(row.dtypes) <= {"f32"}, row

@@ -45,8 +45,7 @@ def adamw(s: Settings) -> optax.GradientTransformation:
 
 def matrices(params: Any) -> Any:
     """Which leaves are matrices, as `precision.is_matrix` tells them."""
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(name(path), x), params)
+    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(sharding.name_of(path), x), params)
 
 
 def lowered(params: Any, dtype: str) -> Any:

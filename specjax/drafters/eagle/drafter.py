@@ -105,7 +105,7 @@ def eagle2(
         run = lambda level, tokens, *rest: eagle_tree.below(target, config, params, level, named(tokens), *rest)
         how = dict(batch=len(state.recycled), depth=num_draft, width=top_k, num_nodes=nodes)
         (tokens, parents, scores), last = eagle_tree.dynamic(read, run, eagle_tree.root(*state), **how)
-        return Draft(named(tokens), parents, confidence=eagle_tree.steps(parents, scores)), last
+        return Draft(named(tokens), parents, confidence=eagle_tree.confidence(parents, scores)), last
 
     return built(
         target, config, vocabulary, propose, num_nodes=nodes, depth=num_draft, children="point", chain=top_k == 1,

@@ -130,7 +130,7 @@ def dynamic(
     return (tokens, jnp.where(scores > -jnp.inf, parents, -2), scores), level
 
 
-def steps(parents: Array, scores: Array) -> Array:
+def confidence(parents: Array, scores: Array) -> Array:
     """Probability of each node [B, N] given its parent, from the log-probabilities of paths; 0 where there is no node.
 
     What EAGLE-2 takes for the chance of acceptance (arXiv 2406.16858, section 3.2).
