@@ -8,8 +8,7 @@ Command:    python experiments/sharded_sizes.py [--layers 2] [--mesh model=8] [-
 Run time:   a minute on 2 cores for 2 layers; at full depth (--layers 0) one a target and drafter.
 Expected:   bytes within 5 % of the prediction (found: within 0.1 %); 2 all-reduces a layer of the target, no weight ever
             gathered: the one gather is of the law [B, V] that each row's last token is drawn from.  A CPU's temporary bytes are
-            not an accelerator's and are not shown.  --scaling: bytes held within 0.02 %; twice the bytes sent, since layers sum
-            in float32 and the roofline counts 2 bytes for each number.
+            not an accelerator's and are not shown.
 """
 
 from __future__ import annotations
