@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
 from specjax import cache as kv
 from specjax.models.layers import (
@@ -95,7 +96,10 @@ class Transformer(nn.Module):
             self.head = self.param("head", nn.initializers.lecun_normal(), (c.width, c.vocab_size), self.dtype)
 
     def embed(self, tokens: Array) -> Array:
-        return self.embedding[tokens].astype(jnp.float32) * self.config.embed_scale
+        table = self.embedding
+        if table.dtype != jnp.float32:  # XLA for CPU would move a float32 copy of the whole table out of a loop
+            table, tokens = lax.optimization_barrier((table, tokens))
+        return table[tokens].astype(jnp.float32) * self.config.embed_scale
 
     def unembed(self, hidden: Array) -> Array:
         return unembed(self.config, {"embedding": self.embedding} if self.config.tied else {"head": self.head}, hidden)
