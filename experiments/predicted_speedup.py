@@ -1,8 +1,8 @@
 """Is the speed-up that was predicted the one that is measured, and is the predicted best K the best one?
 
 Question: for each method, batch and K on this machine: predicted from a fit of passes timed at some of the K and batches, one
-overhead of plain decoding's rounds, and acceptance by position measured once, at the largest K of batch 1; against decoding
-itself.  K = 0, not to speculate, is one of the choices.
+overhead of plain decoding's rounds, and acceptance by position and the share of rounds that draft at all, measured once, at
+the largest K of batch 1; against decoding itself.  K = 0, not to speculate, is one of the choices.
 
 Command:    python experiments/predicted_speedup.py --model testbed --out predicted.md --figure predicted.png
             ... --model smollm2-135m --weights-dtype bfloat16 --prompts SPEC_BENCH.jsonl --methods ngram,medusa,eagle3
@@ -90,10 +90,17 @@ def measure(lm, methods, drafts, work):
     return plain, dict(zip(pairs, results, strict=True))
 
 
+def share_found(result):
+    """The share of rounds in which anything was drafted; 1 where the drafter names no narrow block for the others."""
+    if not result.contender.loaded.drafter.widths:
+        return 1.0
+    return 1 - sum(result.stats.acceptance_histogram_by_draft_length[0]) / result.stats.num_spec_steps
+
+
 def points(lm, methods, drafts, works, fitted):
     """Predicted and measured, for every method, K and batch."""
     verify, own = fitted
-    found, survival = [], {}
+    found, survival, finds = [], {}, {}
     for batch, work in works.items():
         plain, results = measure(lm, methods, drafts, work)
         context = len(bench.split(lm, work)[0].prompts[0]) + work.max_new_tokens // 2
@@ -101,8 +108,9 @@ def points(lm, methods, drafts, works, fitted):
         for name in methods:
             if name not in survival:
                 survival[name] = results[name, max(drafts)].stats.per_position_acceptance_rate
+                finds[name] = share_found(results[name, max(drafts)])
             tokens = 1 + np.cumsum([0.0, *survival[name]])
-            how = dict(batch=batch, context=context, overhead=max(overhead, 0.0))
+            how = dict(batch=batch, context=context, overhead=max(overhead, 0.0), finds=finds[name])
             best = calibrate.predict_speedups(verify, own[name], tokens, **how)
             for k in drafts:
                 result = results[name, k]

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import api, decode, keys
+from specjax import api, decode, keys, timing
 from specjax.api import Completion, Prompt
 from specjax.drafters.base import LoadedDrafter
 from specjax.metrics import Statistics, merge
 from specjax.models.load import LM
 from specjax.sampling import SamplingParams
-from specjax.types import Array, Output, Sequences, State, Verdict
+from specjax.timing import PassTimes
+from specjax.types import Array
 
 Progress = Callable[[int, int, str], None]  # (done, total, what comes next)
 
@@ -70,13 +71,6 @@ class Sample(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens emitted."""
         return sum(len(c.tokens) for c in self.completions)
-
-
-class PassTimes(NamedTuple):
-    """What a round is made of, in milliseconds."""
-
-    draft_ms: float  # the drafter's work: propose and commit
-    verify_ms: float  # one target pass of width N + 1
 
 
 class Result(NamedTuple):
@@ -219,46 +213,7 @@ def pass_times(lm: LM, contender: Contender, work: Work) -> PassTimes:
     drafter = contender.loaded.drafter
     session = prepare(lm, contender, split(lm, work)[0])
     next(api.advance(session, max(1, work.max_new_tokens // 2 // (drafter.depth + 1))))
-    state, static = session.state[0], dict(target=lm.model, drafter=drafter)
-    held = (session.params, state._replace(drafter=()))
-    draft = lambda held, carry: draft_once(held[0], held[1], carry, rule=session.rule, **static)
-    verify = lambda held, carry: verify_once(held[0], held[1], carry, **static)
-    t_draft = milliseconds(draft, held, (state.drafter, jnp.zeros((), jnp.int32))) if drafter.num_nodes else 0.0
-    return PassTimes(t_draft, milliseconds(verify, held, (state.cache, jnp.zeros(()))))
-
-
-def verify_once(params, state: State, carry, *, target, drafter):
-    """(cache, peak) -> the same after one target pass of width N + 1; `peak` keeps XLA from hoisting any of it."""
-    cache, peak = carry
-    tokens = jnp.where(peak == jnp.inf, 0, state.tokens[:, : drafter.num_nodes + 1])
-    out, cache = target.apply(params.target, tokens, cache, features=drafter.features)
-    return cache, out.logits.max()
-
-
-def draft_once(params, state: State, carry, *, target, drafter, rule):
-    """(drafter state, total) -> the same after what the drafter does in a round in which nothing was accepted."""
-    held, total = carry
-    state = state._replace(length=state.length + jnp.where(total < 0, 1, 0))  # never moves, but nothing can be hoisted
-    sequences = Sequences(state.tokens, state.length, state.cache, state.sampling)
-    noise = decode.noise_source(state, rule, target.vocab_size)
-    draft, held = drafter.propose(noise, params, held, sequences)
-    block = state.tokens[:, : drafter.num_nodes + 1]
-    shapes = jax.eval_shape(lambda: target.apply(params.target, block, state.cache, features=drafter.features)[0])
-    out: Output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    path = jnp.zeros((block.shape[0], drafter.depth + 1), jnp.int32)
-    held = drafter.commit(params, held, out, Verdict(path, path[:, 0], path))
-    return held, jnp.maximum(draft.tokens.max(), draft.parents.max())
-
-
-def milliseconds(step: Callable, held, carry, *, repeats: int = 8, calls: int = 5) -> float:
-    """Median time of `carry = step(held, carry)`, looped inside one program so that buffers are updated in place."""
-    loop = jax.jit(lambda held, carry: jax.lax.fori_loop(0, repeats, lambda _, c: step(held, c), carry), donate_argnums=1)
-    carry, times = jax.tree.map(jnp.copy, carry), []
-    for _ in range(calls + 1):  # the first one compiles
-        begin = perf_counter()
-        carry = jax.block_until_ready(loop(held, carry))
-        times.append(perf_counter() - begin)
-    return 1e3 * float(np.median(times[1:])) / repeats
+    return timing.pass_times(session.params, session.state[0], target=lm.model, drafter=drafter, rule=session.rule)
 
 
 def record(result: Result) -> dict:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import bench, load_drafter
+from specjax import bench, load_drafter, timing
 from specjax.api import Completion
 from specjax.metrics import cut, merge, statistics
 from specjax.models.load import LM
@@ -141,7 +141,7 @@ def test_milliseconds_times_every_repetition():
         )
 
     step_of = lambda seconds: lambda held, carry: step(seconds, carry)
-    found = bench.milliseconds(step_of(0.02), None, jnp.zeros((), jnp.int32), repeats=3, calls=2)
+    found = timing.milliseconds(step_of(0.02), None, jnp.zeros((), jnp.int32), repeats=3, calls=2)
     assert 19 < found < 60
 
 

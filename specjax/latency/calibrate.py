@@ -138,8 +138,9 @@ def predict_draft(fit: DraftFit | None, num_draft: float, batch: float, context:
 
 
 def predict_speedups(
-    verify: PassFit, draft: DraftFit | None, tokens: Row, *, batch: int, context: int, overhead: float = 0.0
-) -> Best:
+    verify: PassFit, draft: DraftFit | None, tokens: Row, *, batch: int, context: int, overhead: float = 0.0,
+    finds: float = 1.0,
+) -> Best:  # fmt: skip
     """Speed-up over plain decoding of every K, 0 included, and the best of them.
 
     Args:
@@ -149,10 +150,13 @@ def predict_speedups(
       batch: requests.
       context: tokens in each one's cache.
       overhead: seconds that a round takes besides, with and without a draft.
+      finds: the share of a request's rounds in which the drafter has any draft; a round where no request has one runs a
+        plain pass (`Drafter.widths`), requests being taken as independent.
     """
-    num = len(tokens)
+    num, wide = len(tokens), 1 - (1 - finds) ** batch
     drafting = [predict_draft(draft, k, batch, context) for k in range(num)]
-    return best_num_draft(tokens, drafting, [predict(verify, k + 1, batch, context) + overhead for k in range(num)])
+    passes = [predict(verify, k + 1, batch, context) for k in range(num)]
+    return best_num_draft(tokens, drafting, [wide * p + (1 - wide) * passes[0] + overhead for p in passes])
 
 
 def check(predicted: Row, measured: Row) -> Check:
