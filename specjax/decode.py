@@ -169,20 +169,22 @@ def round(
 
 
 def noise_source(state: State, rule: Rule, vocab_size: int) -> Callable:
-    """`noise(depth, width) -> [B, width, V]` for one round; the request's own noise when the rule is coupled.
+    """`noise(depth, width, ids) -> [B, width, V]` for one round; the request's own noise when the rule is coupled.
 
+    With `ids` [n] it is that of these tokens alone, [B, width, n]: most of a small drafter's time would go into the others'.
     Nobody reads noise at temperature 0, so a batch that is all greedy does not pay for it.
     """
     draft_keys = keys.round_keys(state.key, keys.DRAFT, state.length)
     hot = (state.sampling.temperature > 0).any()
 
-    def noise(depth: int | Array, width: int = 1) -> Array:
-        shape = (state.length.shape[0], width, vocab_size)
+    def noise(depth: int | Array, width: int = 1, ids: Array | None = None) -> Array:
+        shape = (state.length.shape[0], width, vocab_size if ids is None else len(ids))
 
         def real():
             if not rule.coupled:
                 return keys.gumbel(draft_keys, depth, shape[1:])
-            return jnp.broadcast_to(keys.gumbel_at(state.key, state.length + depth - 1, vocab_size)[:, None], shape)
+            own = keys.gumbel_at(state.key, state.length + depth - 1, vocab_size)
+            return jnp.broadcast_to((own if ids is None else own[:, ids])[:, None], shape)
 
         return jax.lax.cond(hot, real, lambda: jnp.zeros(shape))
 

@@ -1,5 +1,7 @@
 """What tests of block drafters share: the backbone in NumPy, row by row, and drafts after some prompts."""
 
+import functools
+
 import helpers as h
 import jax
 import jax.numpy as jnp
@@ -136,5 +138,5 @@ def state_after(drafter, params, prompts, heat=1.0, rounds=0, rule="coupled"):
 
 
 def proposal(drafter, params, state, sequences):
-    noise = lambda depth, width=1: jax.random.gumbel(jax.random.key(depth), (len(sequences.length), width, h.V))
+    noise = functools.partial(h.gumbel, len(sequences.length))
     return jax.jit(lambda p, d, s: drafter.propose(noise, p, d, s))(params, state, sequences)

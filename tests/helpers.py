@@ -160,6 +160,11 @@ def trunk_params():
     return jax.tree.map(move, of_trunk(target_params(), 1))
 
 
+def gumbel(batch, depth, width=1, ids=None):
+    """Noise as decoding gives it to a drafter, the same for the same depth."""
+    return jax.random.gumbel(jax.random.key(depth), (batch, width, V if ids is None else len(ids)))
+
+
 @functools.cache
 def saved(name, k=3):
     """The directory of a trained drafter."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters.recipe import Recipe
-from specjax.types import Array, LanguageModel
+from specjax.types import Array, Draft, LanguageModel
 
 Ids = tuple[int, ...]
 
@@ -59,6 +59,24 @@ def spread(logits: Array, ids: Ids, vocab_size: int) -> Array:
     """Logits [..., n] of `ids` as [..., V], -inf outside."""
     outside = jnp.full((*logits.shape[:-1], 1), -jnp.inf)
     return jnp.concatenate([logits, outside], -1)[..., places(ids, vocab_size)]  # place -1 is the column that was added
+
+
+def heard(noise: Callable, ids: Ids | None) -> Callable:
+    """`noise(depth, width)` of the tokens of a draft vocabulary, [B, width, n]; of all where there is none."""
+    return noise if ids is None else lambda depth, width=1: noise(depth, width, jnp.asarray(ids, jnp.int32))
+
+
+def named(places: Array, ids: Ids | None) -> Array:
+    """The target's tokens at places of a draft vocabulary."""
+    return places if ids is None else jnp.asarray(ids, jnp.int32)[places]
+
+
+def published(draft: Draft, ids: Ids | None, vocab_size: int) -> Draft:
+    """A draft of places of a draft vocabulary, its laws [B, N, n], as one of the target's tokens, [B, N, V]."""
+    if ids is None:
+        return draft
+    law = None if draft.log_q is None else spread(draft.log_q, ids, vocab_size)
+    return draft._replace(tokens=named(draft.tokens, ids), log_q=law)
 
 
 @functools.cache  # as above

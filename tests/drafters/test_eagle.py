@@ -257,7 +257,7 @@ def proposal(drafter, params, prompts, heat=1.0):
     """What is drafted after `prompts`, and the noise that it was given."""
     state = h.generate(drafter, "coupled", prompts, params=params, rounds=0).state
     sampling = state.sampling._replace(temperature=jnp.full(len(prompts), heat))
-    noise = lambda depth, width=1: jax.random.gumbel(jax.random.key(depth), (len(prompts), width, h.V))
+    noise = functools.partial(h.gumbel, len(prompts))
     sequences = Sequences(state.tokens, state.length, state.cache, sampling)
     return jax.jit(lambda p, d, s: drafter.propose(noise, p, d, s)[0])(params, state.drafter, sequences)
 

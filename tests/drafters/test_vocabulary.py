@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import load_drafter
+from specjax import decode, load_drafter
 from specjax.drafters import blockwise, hydra, medusa, mtp, objectives
 from specjax.drafters.recipe import Batch, with_output
 from specjax.drafters.vocabulary import frequent, narrowed, places, widened, within
 from specjax.models.load import LM
 from specjax.types import Params
+from specjax.verify import RULES
 
 K = 3
 ALL, SOME = tuple(range(h.V)), (1, 2, 3, 5, 8, 11, 14)
@@ -129,3 +130,15 @@ def test_what_is_no_vocabulary_is_refused():
 def test_frequent_covers_most():
     ids, share = frequent(np.asarray([4, 4, 4, 9, 9, 0]), 2, 12)
     assert ids == (4, 9) and share == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_noise_of_some_tokens(rule):
+    """Under a coupled rule it is the request's own, under the others as much noise as is asked for, and none when greedy."""
+    state = h.generate(h.drafter("ngram"), rule, h.PROMPTS[:2], rounds=0, temperature=1.0).state
+    noise = decode.noise_source(state, RULES[rule], h.V)
+    some, whole = noise(1, 3, jnp.asarray(SOME)), noise(1, 3)
+    assert some.shape == (2, 3, len(SOME)) and len(np.unique(some[:, 0])) == 2 * len(SOME)
+    assert (rule == "coupled") == bool((some == whole[..., jnp.asarray(SOME)]).all())
+    cold = state._replace(sampling=state.sampling._replace(temperature=jnp.zeros(2)))
+    assert not decode.noise_source(cold, RULES[rule], h.V)(1, 3, jnp.asarray(SOME)).any()

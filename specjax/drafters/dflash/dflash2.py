@@ -67,7 +67,7 @@ def selector_of(target: LanguageModel, selector: SelectorConfig, vocabulary: Ids
 
 def selecting_head(target: LanguageModel, config: DFlashConfig, selector: SelectorConfig, vocabulary: Ids | None) -> Head:
     """DFlash 2's: each token one of its row's best, after the one before it."""
-    module, ids = selector_of(target, selector, vocabulary), None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
+    module = selector_of(target, selector, vocabulary)
 
     def prepare(params: Params, hidden: Array):
         logits = backbone.few_logits(target, config, vocabulary, params.target, hidden)
@@ -77,9 +77,8 @@ def selecting_head(target: LanguageModel, config: DFlashConfig, selector: Select
     def step(params: Params, carried, token: Array, row):
         best, candidates, h = row
         score = best + cast(Array, module.apply({"params": params.drafter["selector"]}, token, h, candidates))
-        names = candidates if ids is None else ids[candidates]
-        nothing = jnp.full(target.vocab_size, -jnp.inf)
-        return jax.vmap(lambda at, x: nothing.at[at].set(x))(names, score), None, carried
+        nothing = jnp.full(module.size, -jnp.inf)
+        return jax.vmap(lambda at, x: nothing.at[at].set(x))(candidates, score), None, carried
 
     return Head(prepare, lambda batch: (), step)
 

@@ -26,7 +26,7 @@ from specjax.drafters.dflash.config import DFlashConfig
 from specjax.drafters.layer import if_begun
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
-from specjax.drafters.vocabulary import Ids, check, spread
+from specjax.drafters.vocabulary import Ids, check, heard, named, published
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Params
 
 
@@ -46,7 +46,7 @@ class Head(NamedTuple):
     prepare: Callable  # (params, hidden [B, K, D]) -> what each token is made of, a tree of [K, B, ...]
     begin: Callable  # (batch) -> what is carried from token to token
     step: (
-        Callable  # (params, carried, token before [B], what it is made of) -> (logits [B, V], confidence [B] or None, carried)
+        Callable  # (params, carried, token before [B], what it is made of) -> (logits [B, n], confidence [B] or None, carried)
     )
 
 
@@ -55,14 +55,9 @@ def plain_head(target: LanguageModel, config: DFlashConfig, vocabulary: Ids | No
 
     def prepare(params: Params, hidden: Array) -> Array:
         logits = backbone.few_logits(target, config, vocabulary, params.target, hidden)
-        return jnp.swapaxes(widened(target, vocabulary, logits), 0, 1)
+        return jnp.swapaxes(logits, 0, 1)
 
     return Head(prepare, lambda batch: (), lambda params, carried, token, logits: (logits, None, carried))
-
-
-def widened(target: LanguageModel, vocabulary: Ids | None, logits: Array) -> Array:
-    """Logits [..., n] of a draft vocabulary as [..., V]."""
-    return logits if vocabulary is None else spread(logits, vocabulary, target.vocab_size)
 
 
 @functools.cache  # the same drafter for the same arguments: a rebuilt closure would recompile
@@ -104,8 +99,9 @@ def built(
         near = (places < n[:, None])[:, None]
         inputs = (anchor, n[:, None], state.cache, near, places)
         hidden = backbone.run_blocks(target, config, params, *inputs, num_draft=num_draft)[:, 0]
-        draft = left_to_right(head, siblings, params, noise, sequences.sampling.temperature, hidden, anchor[:, 0])
-        return if_begun(draft, n), state
+        heat = sequences.sampling.temperature
+        draft = left_to_right(head, siblings, params, noise, heat, hidden, anchor[:, 0], vocabulary)
+        return if_begun(published(draft, vocabulary, target.vocab_size), n), state
 
     def commit(params, state, out, verdict):
         return entered(config, params, state, kv.take(out.features, verdict.path), verdict.num_accepted + 1)
@@ -134,17 +130,21 @@ def entered(config: DFlashConfig, params: Params, state: DFlashState, features: 
 
 
 def left_to_right(
-    head: Head, siblings: Siblings, params: Params, noise: Callable, temperature: Array, hidden: Array, anchor: Array
+    head: Head, siblings: Siblings, params: Params, noise: Callable, temperature: Array, hidden: Array, anchor: Array,
+    vocabulary: Ids | None,
 ) -> Draft:  # fmt: skip
-    """A chain of K tokens from hidden [B, K, D]; from the first law that is none (NaN, no mass) on, nodes are absent."""
-    b, k = hidden.shape[:2]
+    """A chain of K places of the vocabulary from hidden [B, K, D] and the target's token before, `anchor` [B].
+
+    From the first law that is none (NaN, no mass) on, nodes are absent.
+    """
+    (b, k), hear = hidden.shape[:2], heard(noise, vocabulary)
 
     def step(carry, at):
         (carried, token), (depth, row) = carry, at
         logits, sure, carried = head.step(params, carried, token, row)
-        tokens, law, there = siblings.draw(logits[:, None], temperature, noise, depth, 1)
-        token, there, law = jax.tree.map(lambda x: x[:, 0, 0], (tokens, there, law))
-        return (carried, token), (token, law, there, sure)
+        drawn = siblings.draw(logits[:, None], temperature, hear, depth, 1)
+        place, law, there = jax.tree.map(lambda x: x[:, 0, 0], drawn)
+        return (carried, named(place, vocabulary)), (place, law, there, sure)
 
     depths = jnp.arange(1, k + 1)
     _, made = jax.lax.scan(step, (head.begin(b), anchor), (depths, head.prepare(params, hidden)))

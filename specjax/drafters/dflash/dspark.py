@@ -22,7 +22,7 @@ from specjax.drafters import objectives
 from specjax.drafters.dflash import backbone, start
 from specjax.drafters.dflash import loss as block_loss
 from specjax.drafters.dflash.config import DFlashConfig
-from specjax.drafters.dflash.drafter import Head, built, widened
+from specjax.drafters.dflash.drafter import Head, built
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
 from specjax.drafters.vocabulary import Ids
@@ -141,7 +141,7 @@ def ordered_head(target: LanguageModel, config: DFlashConfig, heads: DSparkConfi
         logits, h = row
         found = module.apply({"params": params.drafter["heads"]}, state, token, h, method="one")
         more, sure, state = cast(Any, found)
-        return widened(target, vocabulary, logits + more), None if sure is None else jax.nn.sigmoid(sure), state
+        return logits + more, None if sure is None else jax.nn.sigmoid(sure), state
 
     return Head(prepare, lambda batch: jnp.zeros((batch, heads.rank)), step)
 

@@ -31,7 +31,7 @@ from specjax.drafters.layer import if_begun, tokens_after
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import Ids, check, spread
+from specjax.drafters.vocabulary import Ids, check, heard, named, published
 from specjax.models.layers import visible
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Params
 
@@ -69,12 +69,10 @@ def eagle(
     tree = static_tree(paths, siblings, target.vocab_size)
 
     def propose(noise, params, state, sequences):
-        def read(level):
-            logits = eagle_head.few_logits(target, config, vocabulary, params, level.normed)
-            return logits if vocabulary is None else spread(logits, vocabulary, target.vocab_size)
-
-        run, heat = functools.partial(eagle_tree.below, target, config, params), sequences.sampling.temperature
-        return eagle_tree.static(tree, siblings, heat, noise, read, run, eagle_tree.root(*state))
+        read, run = readers(target, config, vocabulary, params)
+        heat, hear = sequences.sampling.temperature, heard(noise, vocabulary)
+        draft, last = eagle_tree.static(tree, siblings, heat, hear, read, run, eagle_tree.root(*state))
+        return published(draft, vocabulary, target.vocab_size), last
 
     depth = int(tree.depths.max())
     return built(
@@ -99,18 +97,25 @@ def eagle2(
     eagle_tree.check_dynamic(depth=num_draft, width=top_k, num_nodes=nodes, vocab_size=size)
 
     def propose(noise, params, state, sequences):
-        names = None if vocabulary is None else jnp.asarray(vocabulary, jnp.int32)
-        named = lambda tokens: tokens if names is None else names[tokens]
-        read = lambda level: eagle_head.few_logits(target, config, vocabulary, params, level.normed)
-        run = lambda level, tokens, *rest: eagle_tree.below(target, config, params, level, named(tokens), *rest)
+        read, run = readers(target, config, vocabulary, params)
         how = dict(batch=len(state.recycled), depth=num_draft, width=top_k, num_nodes=nodes)
         (tokens, parents, scores), last = eagle_tree.dynamic(read, run, eagle_tree.root(*state), **how)
-        return Draft(named(tokens), parents, confidence=eagle_tree.confidence(parents, scores)), last
+        draft = Draft(tokens, parents, confidence=eagle_tree.confidence(parents, scores))
+        return published(draft, vocabulary, target.vocab_size), last
 
     return built(
         target, config, vocabulary, propose, num_nodes=nodes, depth=num_draft, children="point", chain=top_k == 1,
         num_run=(num_draft - 1) * top_k,
     )  # fmt: skip
+
+
+def readers(
+    target: LanguageModel, config: EagleConfig, vocabulary: Ids | None, params: Params
+) -> tuple[Callable, Callable]:  # fmt: skip
+    """`read` and `run` of `tree`, among places of the draft vocabulary where there is one."""
+    read = lambda level: eagle_head.few_logits(target, config, vocabulary, params, level.normed)
+    run = lambda level, tokens, *rest: eagle_tree.below(target, config, params, level, named(tokens, vocabulary), *rest)
+    return read, run
 
 
 def built(

@@ -26,9 +26,9 @@ def noise_by_position(noise_source):
     """Draft noise belongs to a position: a round that looks past its stopping point meets the same noise again."""
 
     def source(state, rule, vocab_size):
-        def noise(depth, width=1):
+        def noise(depth, width=1, ids=None):
             own = keys.round_keys(state.key, DRAFT, state.length + depth)
-            return keys.gumbel(own, 0, (width, vocab_size))
+            return keys.gumbel(own, 0, (width, vocab_size if ids is None else len(ids)))
 
         return noise
 

@@ -54,7 +54,7 @@ def in_noise(change: Callable) -> Plant:
         own = subject.drafter.propose
 
         def propose(noise, params, state, sequences):
-            return own(lambda depth, width=1: change(noise(depth, width)), params, state, sequences)
+            return own(lambda *asked: change(noise(*asked)), params, state, sequences)
 
         return subject._replace(drafter=subject.drafter._replace(propose=propose))
 
