@@ -11,7 +11,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
-ALL |= {"distributed"}
+ALL |= {"distributed", "timing"}
 TOOLS = {"cli", "commands", "flags", "console", "demo", "bench", "ceilings", "prompts"}
 MAY_IMPORT = {
     "types": set(),
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "sharding": CORE,
     "distributed": set(),
     "checkpoint": CORE | {"distributed"},
+    "timing": CORE | {"decode"},
     "zoo": set(),
     "api": HEART | {"names", "zoo", "engine", "sharding"},
     "__init__": ALL,
