@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from specjax.json_text import parsed
 from specjax.names import unknown
 
 
@@ -75,10 +75,7 @@ def _read(file: Path) -> str:
 
 def _row(where: str, line: str, number: int, stem: str) -> PromptRow:
     """One line of JSON; `where` is what an error names."""
-    try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is broken JSON ({error}): write one object a line") from None
+    value = parsed(line, where, "write one object a line")
     keys = set(value) if isinstance(value, dict) else set()
     if "turns" in keys:
         name, turns = value.get("question_id", number), value["turns"]

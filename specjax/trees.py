@@ -7,15 +7,15 @@ stand before children and every beginning of a list of nodes is a tree by itself
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.json_text import read_json
 from specjax.types import Array
 
 
@@ -132,20 +132,13 @@ def _are_names(x) -> bool:
     return isinstance(x, list) and all(isinstance(name, int | str) for name in x)
 
 
-def _parsed(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text())
-    except RecursionError:
-        return None  # no draft tree is so deep
-
-
 def read_paths(path: str | Path) -> list[tuple[int, ...]]:
     """Paths from JSON: a list of rank paths, {"tree_choices": [...]}, or children lists {"0": [1, 2], ...} (root 0).
 
     Raises:
       ValueError: anything else.
     """
-    data = _parsed(path)
+    data = read_json(Path(path), "write rank paths, tree_choices or children lists")
     if isinstance(data, dict):
         data = data.get("tree_choices", data.get("tree_adj", data))
     if isinstance(data, list) and all(isinstance(p, list) for p in data):

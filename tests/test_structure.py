@@ -11,22 +11,24 @@ FILES = sorted(ROOT.rglob("*.py"))
 CORE = {"types", "keys", "cache", "sampling", "trees", "loops"}
 HEART = CORE | {"metrics", "text", "models", "verify", "drafters", "decode"}
 ALL = HEART | {"names", "api", "engine", "latency", "schedule", "train", "lossless", "zoo", "checkpoint", "sharding"}
-ALL |= {"distributed", "timing"}
+ALL |= {"distributed", "timing", "json_text"}
 TOOLS = {"cli", "commands", "flags", "console", "demo", "bench", "ceilings", "prompts"}
 MAY_IMPORT = {
     "types": set(),
     **{room: {"types"} for room in CORE - {"types"}},
+    "trees": {"types", "json_text"},
     "metrics": CORE,
-    "text": set(),
-    "models": CORE | {"text", "zoo", "sharding"},
+    "text": {"json_text"},
+    "models": CORE | {"text", "zoo", "sharding", "json_text"},
     "verify": CORE,
-    "drafters": CORE | {"models.layers", "names"},
+    "drafters": CORE | {"models.layers", "names", "json_text"},
     "decode": CORE | {"verify.draw"},
     "engine": CORE | {"decode", "schedule", "latency", "metrics", "text", "sharding"},
     "names": set(),
+    "json_text": set(),
     "latency": {"types"},
     "schedule": {"types", "latency"},
-    "train": HEART | {"checkpoint", "sharding", "distributed", "names", "schedule"},
+    "train": HEART | {"json_text", "checkpoint", "sharding", "distributed", "names", "schedule"},
     "lossless": HEART,
     "sharding": CORE,
     "distributed": set(),

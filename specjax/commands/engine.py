@@ -21,6 +21,7 @@ from specjax.engine.plan import Planner, PolicyPlanner
 from specjax.engine.replay import Asked, Served, Summary, replay, summary
 from specjax.flags import Engine as Flags
 from specjax.flags import settings
+from specjax.json_text import parsed
 from specjax.models.load import LM
 from specjax.names import unknown
 from specjax.sampling import SamplingParams
@@ -88,10 +89,7 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is broken JSON ({error}): write one object a line") from None
+        row = parsed(line, f"{path}, line {number}", "write one object a line")
         if not isinstance(row, dict) or "prompt" not in row:
             raise ValueError(f"{path}, line {number} has no prompt: write {{'prompt': ..., 'arrival': seconds}}")
         wrong = [name for name in row if name not in known]

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from specjax.drafters import facts
 from specjax.drafters.precision import as_dtype, restored
+from specjax.json_text import read_json
 from specjax.types import LanguageModel
 
 WEIGHTS = "drafter.safetensors"
@@ -66,14 +67,6 @@ def read_config(weights: str | Path | None, method: str, target: LanguageModel |
     if config.get("method") != method:
         raise ValueError(f"{path} holds a drafter of method {config.get('method')!r} != {method!r}: load it as what it is")
     return config
-
-
-def read_json(file: Path, advice: str) -> Any:
-    """What a file of JSON says; ValueError, which ends in `advice`, where it is none."""
-    try:
-        return json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}): {advice}") from None
 
 
 def given(weights: str | Path | None, method: str) -> Path:

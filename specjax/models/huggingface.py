@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
+from specjax.json_text import as_object, read_json
 from specjax.models.families import config_from_hf
 from specjax.models.transformer import TransformerConfig
 from specjax.models.weights import Shape, assemble, check_file, shortened
@@ -34,7 +34,7 @@ def read_directory(
     architectures, and tensors that do not fit the config.
     """
     path = Path(path)
-    published = read_json(path / "config.json")
+    published = read_config(path / "config.json")
     config = config_from_hf(published)
     files = [open_safetensors(file) for file in _files(path)]
     try:
@@ -50,18 +50,15 @@ def read_directory(
             file.__exit__(None, None, None)
 
 
-def read_json(path: Path) -> dict:
-    """A JSON file, or a one-line error that names it."""
-    try:
-        return json.loads(check_file(path).read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error}): download it again") from None
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; one-line errors that name it."""
+    return as_object(read_json(check_file(path), "download it again"), path, "download it again")
 
 
 def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = read_json(index).get("weight_map", {}).values()
+        names = read_config(index).get("weight_map", {}).values()
         return [check_file(path / name) for name in sorted(set(names))]
     if (path / "model.safetensors").exists():
         return [check_file(path / "model.safetensors")]

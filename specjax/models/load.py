@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax import sharding, text, zoo
-from specjax.models import fetch
+from specjax.models import fetch, huggingface
 from specjax.models.families import config_from_gguf, config_from_hf
 from specjax.models.gguf import open_gguf, read_gguf
-from specjax.models.huggingface import read_directory, read_json
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.types import LanguageModel
 
@@ -58,7 +57,7 @@ def load(
     dtype, path = DTYPES[weights_dtype], _find(str(name_or_path), progress)
     if path.is_dir():
         tokenizer = text.from_directory(path)  # first: its faults are found in a moment
-        _, config, params = read_directory(path, dtype=dtype, mesh=mesh)
+        _, config, params = huggingface.read_directory(path, dtype=dtype, mesh=mesh)
     else:
         config, params, reader = read_gguf(path, dtype=dtype, mesh=mesh)
         tokenizer = text.from_gguf(reader)
@@ -79,7 +78,7 @@ def read_config(name_or_path: str | Path) -> TransformerConfig:
     if not (path.suffix == ".json" and path.is_file()):
         path = _find(str(name_or_path), None)
         path = path / "config.json" if path.is_dir() else path
-    return config_from_hf(read_json(path)) if path.suffix == ".json" else config_from_gguf(open_gguf(path))
+    return config_from_hf(huggingface.read_config(path)) if path.suffix == ".json" else config_from_gguf(open_gguf(path))
 
 
 def _find(name: str, progress: fetch.Progress | None) -> Path:

@@ -7,7 +7,6 @@ whole text (`stream.py`).  No clean-up of spaces before punctuation is done: it 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from gguf import GGUFReader
 
+from specjax.json_text import as_object, parsed
 from specjax.text import gguf
 from specjax.text.chat_template import render_chat
 from specjax.text.stream import StreamDecoder, Surfaces, TextStream, token_surfaces
@@ -171,13 +171,7 @@ def _json(path: Path) -> dict[str, Any]:
     text = _read(path)
     if text is None:
         return {}
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is broken JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object: download it again")
-    return value
+    return as_object(parsed(text, path, "download it again"), path, "download it again")
 
 
 def _ids(path: Path) -> list[int]:

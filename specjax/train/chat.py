@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specjax.json_text import parsed
 from specjax.models.fetch import cache_dir, file_sha256
 from specjax.text import Tokenizer
 from specjax.train.corpus import Document, Item, Skipped
@@ -57,7 +58,8 @@ def read_conversations(path: str | Path) -> list[Conversation]:
 def parse_rows(text: str, name: str) -> list[Any]:
     """The rows of a JSON list (whole or cut off) or of JSON lines."""
     if not text.lstrip().startswith("["):
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+        lines = enumerate(text.split("\n"), 1)
+        return [parsed(line, f"{name}, line {n}", "write one object a line") for n, line in lines if line.strip()]
     decoder, rows, at = json.JSONDecoder(), [], text.index("[") + 1
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
@@ -70,6 +72,8 @@ def parse_rows(text: str, name: str) -> list[Any]:
             if not rows:
                 raise ValueError(f"{name} is no JSON: not one row can be read") from None
             return rows
+        except (ValueError, RecursionError) as error:  # a number too long to read, or nested too deep
+            raise ValueError(f"{name}, row {len(rows) + 1} is broken JSON ({error}): leave it out") from None
         rows.append(row)
 
 

@@ -338,7 +338,7 @@ def test_no_drafter_at_all(tmp_path):
     refused(write(tmp_path, said, {"norm.weight": tensors["norm.weight"]}), "not the weights of a block drafter")
     for text in ("[]", "{", "3"):
         (tmp_path / "config.json").write_text(text)
-        refused(tmp_path, "no object|not JSON")
+        refused(tmp_path, "no object|broken JSON")
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="weights without a config.json"):
         load(tmp_path)

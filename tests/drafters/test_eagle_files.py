@@ -311,7 +311,7 @@ def test_no_module_at_all(tmp_path):
         load_drafter("eagle3", wider, num_draft=K, weights=str(write(tmp_path, said, tensors)))
     for text in ("[]", "{", "3"):
         (tmp_path / "config.json").write_text(text)
-        refused(tmp_path, "no object|not JSON")
+        refused(tmp_path, "no object|broken JSON")
     (tmp_path / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="weights without a config.json"):
         load(tmp_path)

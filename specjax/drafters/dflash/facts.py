@@ -12,7 +12,7 @@ from specjax.drafters.dflash.config import DFlashConfig, spread_taps
 from specjax.drafters.dflash.dflash2 import SelectorConfig
 from specjax.drafters.dflash.dspark import DSparkConfig
 from specjax.drafters.eagle.facts import Tensors, fact, heads_of, mask_of, rope_of
-from specjax.drafters.files import read_json
+from specjax.json_text import read_json
 from specjax.types import LanguageModel
 
 STATES = "aux_hidden_state_layer_ids"

@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.drafters import facts
 from specjax.drafters.eagle.head import EagleConfig
-from specjax.drafters.files import read_json
+from specjax.json_text import read_json
 from specjax.models.layers import RopeScaling
 from specjax.types import LanguageModel
 
