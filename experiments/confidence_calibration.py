@@ -7,7 +7,7 @@ fitted on the other half of the prompts; and of confidences made from the margin
 Command:    python experiments/confidence_calibration.py --model testbed --method dspark --num-draft 7 --figure reliability.png
             ... --count 8 --new-tokens 32                                                   # smaller
 Run time:   a minute on the testbed
-Expected:   the table in README's section "Numbers"
+Expected:   the table in README.md beside this file
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Run time:   under 8 minutes: what is not measured when --seconds (420) are over 
 Expected:   on an accelerator width 1, batch 1 at 60 to 90 % of the bandwidth limit, and width 8 within 1.3 times of it.  The
             testbed has 2 million parameters: its tokens/s tell the cost of a round besides its passes, not of a real target.
 
-No figures are in the README until a run on an accelerator has made them.
+No figures are in README.md until a run on an accelerator has made them.
 """
 
 from __future__ import annotations

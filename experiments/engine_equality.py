@@ -7,7 +7,7 @@ solo run?
 Command:    python experiments/engine_equality.py
             ... --requests 20                                                              # smaller
 Run time:   5 minutes of one core beside other work
-Expected:   the figures of README's section "Serving"
+Expected:   the figures of README.md beside this file
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ requests at once: is the last ever slower than the better of the others, by more
 Command:    python experiments/engine_load.py --method eagle3
             ... --repeats 4 --loads 1,8                                                    # smaller
 Run time:   8 minutes of one core beside other work, of which 3 compile
-Expected:   the figures of README's section "Serving"
+Expected:   the figures of README.md beside this file
 
 Times of a busy machine: contenders take turns, ratios are paired.
 """

@@ -5,7 +5,7 @@ the simulator, given costs and acceptance that were measured, against the engine
 
 Command:    python experiments/engine_simulator.py
 Run time:   6 minutes of one core beside other work, of which 2 compile
-Expected:   the figures of README's section "Serving"
+Expected:   the figures of README.md beside this file
 
 On a clock of costs the two agree to the last digit (`tests/engine/test_simulated.py`): what is left here is how well costs are
 known.  On a busy machine they move: they are measured before and after each run, and what is said is the mean of both.

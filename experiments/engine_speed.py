@@ -5,7 +5,7 @@ a drafter, the host looking every round and every four; and what a target's pass
 
 Command:    python experiments/engine_speed.py
 Run time:   5 minutes of one core beside other work
-Expected:   the figures of README's section "Serving"
+Expected:   the figures of README.md beside this file
 
 Times of a busy machine: contenders take turns, ratios are paired.
 """

@@ -6,7 +6,7 @@ which give the inter-token latency; what a drafter adds to a target in memory; a
 Command:    python experiments/trained_methods.py --model testbed --out testbed.md        # measures, writes testbed.json
             python experiments/three_lenses.py --model testbed --measured testbed.json
 Run time:   seconds
-Expected:   the tables of README's section "Numbers"
+Expected:   the tables of README.md beside this file
 
 Inter-token latency is (T_draft + T_verify) / tau of full slots, beside plain decoding's pass.  A cache is what a drafter
 keeps for each token of context and request, in bytes; the target's own is given below the table.

@@ -7,7 +7,7 @@ fixed fall below plain decoding, and does a schedule ever?
 Command:    python experiments/when_does_it_pay.py --figure pays.png --out pays.md
             ... --concurrency 1,64,512 --generated 64                                   # smaller
 Run time:   a minute of one idle core
-Expected:   the table at the end of README's section "When does it pay?"
+Expected:   the table in README.md beside this file
 
 Qwen3-8B in bfloat16 with a DSpark drafter of five layers, K = 7, whose drafted tokens are accepted with .82 each, as tau 4.73
 over seven tokens says (DeepSpec, Qwen3-4B, T = 1); confidences are right.  Costs are the roofline's, with 20 us a pass.

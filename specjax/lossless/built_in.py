@@ -37,6 +37,12 @@ ON_A_TABLE = ("plain", "ngram", "small", "specinfer")
 HEAD_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 """Rank paths of the tree that built-in heads draft."""
 
+FEW = (0, 1, 2, 4, 5, 7, 8, 9, 11)
+"""A draft vocabulary: what lies outside has to come from the residual."""
+
+OF_FEW = ("eagle1", "dspark")
+"""Drafters of such a vocabulary, a tree drawn without replacement and a chain."""
+
 EAGLES = {"eagle1": eagle_head.eagle1(CONFIG), "eagle3": eagle_head.eagle3(CONFIG), "eagle3.1": eagle_head.eagle31(CONFIG)}
 PEAGLE = eagle_head.peagle(CONFIG, layers=2)
 
@@ -53,10 +59,11 @@ HEADS = {
     "hydra": hydra.recipe,
     "parallel_heads": functools.partial(parallel_heads.recipe, config=layer.config_of(CONFIG)),
     "mtp": functools.partial(mtp.recipe, config=mtp.config_of(CONFIG)),
-    **{name: functools.partial(eagle.recipe, config=config) for name, config in EAGLES.items()},
+    "eagle1": functools.partial(eagle.recipe, config=EAGLES["eagle1"], vocabulary=FEW),
+    **{name: functools.partial(eagle.recipe, config=EAGLES[name]) for name in ("eagle3", "eagle3.1")},
     "peagle": functools.partial(parallel.recipe, config=PEAGLE),
     "dflash": functools.partial(dflash.recipe, config=BLOCKS["dflash"]),
-    "dspark": functools.partial(dspark.recipe, config=BLOCKS["dspark"], heads=MARKOV),
+    "dspark": functools.partial(dspark.recipe, config=BLOCKS["dspark"], heads=MARKOV, vocabulary=FEW),
     "dflash2": functools.partial(dflash2.recipe, config=BLOCKS["dflash2"], selector=SELECTOR),
 }
 """Recipes of the methods that are trained after the target."""
@@ -117,7 +124,8 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     about["dspark"] |= MARKOV._asdict()
     about["dflash2"] |= SELECTOR._asdict()
     about["parallel_heads"] = layer.config_of(CONFIG)._asdict()
-    files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {})})
+    own = {**about.get(method, {}), **({"vocabulary": FEW} if method in OF_FEW else {})}
+    files.save(directory, treedef.unflatten(disturbed), {"method": method, **own})
     return directory
 
 
