@@ -52,12 +52,15 @@ def full(draft: Draft) -> Draft:
 
 
 def verify_once(params: Params, state: State, draft: Draft, carry: tuple[Any, Array], *, target, drafter, rule):
-    """(cache, accepted tokens) -> the same after `draft` was verified."""
-    cache, accepted = carry
-    length, state = state.cache.length, unhoisted(state._replace(cache=cache), accepted)
+    """(cache, a number of all that was emitted) -> the same after `draft` was verified.
+
+    The last row's law decides about the emitted token alone: a number without it would leave the vocabulary head out.
+    """
+    cache, emitted = carry
+    length, state = state.cache.length, unhoisted(state._replace(cache=cache), emitted)
     noise = decode.noise_source(state, rule, target.vocab_size)
     _, cache, verdict, *_ = decode.verify(params, state, draft, noise, target=target, drafter=drafter, rule=rule)
-    return rewind(cache, length), verdict.num_accepted.max()
+    return rewind(cache, length), verdict.tokens.sum(dtype=jnp.int32)
 
 
 def draft_once(params: Params, state: State, carry: tuple[Any, Array], *, target, drafter, rule):

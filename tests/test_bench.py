@@ -128,6 +128,35 @@ def test_pass_times(lm):
     assert ngram.draft_ms > 0 and ngram.verify_ms > 0 and plain.draft_ms == 0 and plain.verify_ms > 0
 
 
+def halfway(lm, method):
+    """(drafter and rule, params, state, what is drafted there, with no node absent)."""
+    one = contender(lm, method=method)
+    session = bench.prepare(lm, one, bench.split(lm, bench.Work(PROMPTS[:1], KEY, 8))[0])
+    static = dict(drafter=one.loaded.drafter, rule=session.rule)
+    draft, _ = timing.proposed(session.params, session.state[0], target=lm.model, **static)
+    return static, session.params, session.state[0], timing.full(draft)
+
+
+def test_the_whole_verdict_is_timed(lm):
+    """What is carried from turn to turn knows the emitted token: without it the vocabulary head would be dead code."""
+    static, params, state, draft = halfway(lm, "plain")
+
+    def emitted(token):
+        def apply(*given, **how):
+            out, cache = lm.model.apply(*given, **how)
+            return out._replace(logits=out.logits.at[..., token].add(1e3)), cache
+
+        carry = (state.cache, jnp.zeros((), jnp.int32))
+        return int(timing.verify_once(params, state, draft, carry, target=lm.model._replace(apply=apply), **static)[1])
+
+    assert (emitted(1), emitted(3)) == (1, 3)
+
+
+def test_a_block_is_timed_whole(lm):
+    static, _, _, draft = halfway(lm, "ngram")
+    assert draft.parents.tolist() == [list(range(-1, static["drafter"].num_nodes - 1))]
+
+
 def test_milliseconds_times_every_repetition():
     """A step that takes 20 ms, because the host sleeps in it."""
     import time
