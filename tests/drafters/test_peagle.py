@@ -167,7 +167,7 @@ def test_a_draft_vocabulary(tmp_path):
     params = Params(h.target_params(), loaded.params)
     result = h.generate(loaded.drafter, "rejection", h.MIXED, params=params, temperature=h.MIXED_HEAT)
     assert result.tokens[:5] == h.reference().tokens[:5] and 0 < result.accepted.sum() < result.drafted.sum()
-    state, noise = result.state, lambda depth: jax.random.gumbel(jax.random.key(depth), (10, 1, h.V))
+    state, noise = result.state, functools.partial(h.gumbel, 10)
     draft = jax.jit(lambda p, s: loaded.drafter.propose(noise, p, s.drafter, s)[0])(params, state)
     outside = np.setdiff1d(np.arange(h.V), IDS)
     assert np.isin(draft.tokens, IDS).all() and (np.asarray(draft.log_q)[..., outside] == -np.inf).all()
