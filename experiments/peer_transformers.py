@@ -7,7 +7,7 @@ The methods take turns on each prompt, so that a noisy machine hits all alike.
 Command (needs the `parity` extra):
     python experiments/peer_transformers.py --prompts ../shared/data/prompts/spec_bench/question.jsonl --json peer.json
 
-Run time: 7 minutes on 2 cores with --per-category 1, 6 with --no-peer --per-category 4 (the two runs of README.md beside this file).
+Run time: 7 minutes on 2 cores with --per-category 1, 6 with --no-peer --per-category 4 (two runs).
 Expected: plain at least 1.25 times transformers, ngram at least 1.15 times plain
 overall and 1.7 times on extraction (README.md beside this file has what came out).
 """
