@@ -154,8 +154,7 @@ class Drafter(NamedTuple):
 
     `noise(depth, width) -> [B, width, V]` is Gumbel noise for tokens at `depth` (from 1), `noise(depth, width, ids)` that of
     the tokens `ids` [n] alone; a drafter gets no key.  Ask once for each depth, a row for each draw: two calls at one depth
-    give the same noise.  Under a coupled rule all its rows are
-    the target's own: take siblings as the top k of ONE row.
+    give the same noise.  Under a coupled rule all its rows are the target's own: take siblings as the top k of ONE row.
 
     A chunk that `absorb` sees ends at `sequences.cache.length` and holds `count` tokens (0 for a row that is through); a
     prompt of one token has none.  `commit` sees the Output of the whole block, zero where nothing was run, and a

@@ -66,9 +66,9 @@ def heard(noise: Callable, ids: Ids | None) -> Callable:
     return noise if ids is None else lambda depth, width=1: noise(depth, width, jnp.asarray(ids, jnp.int32))
 
 
-def named(places: Array, ids: Ids | None) -> Array:
-    """The target's tokens at places of a draft vocabulary."""
-    return places if ids is None else jnp.asarray(ids, jnp.int32)[places]
+def named(at: Array, ids: Ids | None) -> Array:
+    """The target's tokens that stand `at` these places of a draft vocabulary."""
+    return at if ids is None else jnp.asarray(ids, jnp.int32)[at]
 
 
 def published(draft: Draft, ids: Ids | None, vocab_size: int) -> Draft:

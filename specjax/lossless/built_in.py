@@ -59,11 +59,10 @@ HEADS = {
     "hydra": hydra.recipe,
     "parallel_heads": functools.partial(parallel_heads.recipe, config=layer.config_of(CONFIG)),
     "mtp": functools.partial(mtp.recipe, config=mtp.config_of(CONFIG)),
-    "eagle1": functools.partial(eagle.recipe, config=EAGLES["eagle1"], vocabulary=FEW),
-    **{name: functools.partial(eagle.recipe, config=EAGLES[name]) for name in ("eagle3", "eagle3.1")},
+    **{name: functools.partial(eagle.recipe, config=config) for name, config in EAGLES.items()},
     "peagle": functools.partial(parallel.recipe, config=PEAGLE),
     "dflash": functools.partial(dflash.recipe, config=BLOCKS["dflash"]),
-    "dspark": functools.partial(dspark.recipe, config=BLOCKS["dspark"], heads=MARKOV, vocabulary=FEW),
+    "dspark": functools.partial(dspark.recipe, config=BLOCKS["dspark"], heads=MARKOV),
     "dflash2": functools.partial(dflash2.recipe, config=BLOCKS["dflash2"], selector=SELECTOR),
 }
 """Recipes of the methods that are trained after the target."""
@@ -112,7 +111,8 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     sometimes.  Nothing is learnt, for to be lossless is no matter of skill.
     """
     lm, _ = _models("tiny")
-    params = jax.jit(HEADS[method](lm.model, num_draft=num_draft).init)(jax.random.key(0), lm.params)
+    few = {"vocabulary": FEW} if method in OF_FEW else {}
+    params = jax.jit(HEADS[method](lm.model, num_draft=num_draft, **few).init)(jax.random.key(0), lm.params)
     leaves, treedef = jax.tree.flatten(params)
     rng = np.random.default_rng(0)
     disturbed = [x + jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
@@ -124,8 +124,7 @@ def save_heads(directory: str, method: str, num_draft: int) -> str:
     about["dspark"] |= MARKOV._asdict()
     about["dflash2"] |= SELECTOR._asdict()
     about["parallel_heads"] = layer.config_of(CONFIG)._asdict()
-    own = {**about.get(method, {}), **({"vocabulary": FEW} if method in OF_FEW else {})}
-    files.save(directory, treedef.unflatten(disturbed), {"method": method, **own})
+    files.save(directory, treedef.unflatten(disturbed), {"method": method, **about.get(method, {}), **few})
     return directory
 
 

@@ -34,7 +34,7 @@ def read_directory(
     architectures, and tensors that do not fit the config.
     """
     path = Path(path)
-    published = read_config(path / "config.json")
+    published = read_object(path / "config.json")
     config = config_from_hf(published)
     files = [open_safetensors(file) for file in _files(path)]
     try:
@@ -50,7 +50,7 @@ def read_directory(
             file.__exit__(None, None, None)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; one-line errors that name it."""
     return as_object(read_json(check_file(path), "download it again"), path, "download it again")
 
@@ -58,7 +58,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = read_config(index).get("weight_map", {}).values()
+        names = read_object(index).get("weight_map", {}).values()
         return [check_file(path / name) for name in sorted(set(names))]
     if (path / "model.safetensors").exists():
         return [check_file(path / "model.safetensors")]

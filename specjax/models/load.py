@@ -78,7 +78,7 @@ def read_config(name_or_path: str | Path) -> TransformerConfig:
     if not (path.suffix == ".json" and path.is_file()):
         path = _find(str(name_or_path), None)
         path = path / "config.json" if path.is_dir() else path
-    return config_from_hf(huggingface.read_config(path)) if path.suffix == ".json" else config_from_gguf(open_gguf(path))
+    return config_from_hf(huggingface.read_object(path)) if path.suffix == ".json" else config_from_gguf(open_gguf(path))
 
 
 def _find(name: str, progress: fetch.Progress | None) -> Path:
