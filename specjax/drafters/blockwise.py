@@ -25,7 +25,7 @@ from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import top
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import drawing_within, seen_by
 from specjax.types import Array, Draft, Drafter, LanguageModel
 
 
@@ -45,7 +45,7 @@ def blockwise(target: LanguageModel, *, num_draft: int) -> Drafter:
         parents = jnp.where(alive, jnp.asarray(trees.chain(num_draft))[None], -2)
         return Draft(tokens[..., 0], parents), state
 
-    return head_drafter(target, propose, num_nodes=num_draft, depth=num_draft)
+    return head_drafter(target, drawing_within(target, propose), num_nodes=num_draft, depth=num_draft)
 
 
 def head_drafter(

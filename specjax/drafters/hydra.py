@@ -30,7 +30,7 @@ from specjax.drafters.layer import LayerConfig, layer_drafter, layer_init, over_
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, copied_head, grow, residual, static_tree, to_vocabulary
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import draft_size, drawing_within, named, seen_by
 from specjax.models.layers import matmul
 from specjax.types import Array, Drafter, LanguageModel
 
@@ -54,7 +54,7 @@ def hydra(
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings, target.vocab_size)
+    tree = static_tree(paths, siblings, draft_size(target, target.vocabulary))
 
     def propose(noise, params, state, sequences):
         last = take(sequences.tokens, sequences.length[:, None] - 1)
@@ -62,13 +62,15 @@ def hydra(
 
         def look(depth, path):
             b, w, _ = path.shape
-            tokens = jnp.concatenate([jnp.broadcast_to(last[:, None], (b, w, 1)), path], -1).reshape(b * w, depth)
+            drafted = named(path, target.vocabulary)
+            tokens = jnp.concatenate([jnp.broadcast_to(last[:, None], (b, w, 1)), drafted], -1).reshape(b * w, depth)
             logits = head_logits(target, params.target, params.drafter, depth - 1, jnp.repeat(hidden, w, 0), tokens)
             return logits.reshape(b, w, -1)
 
         return grow(tree, siblings, sequences.sampling.temperature, noise, look), state
 
     build = head_drafter if prefix is None else functools.partial(layer_drafter, config=prefix, names=("prefix",))
+    propose = drawing_within(target, propose)
     return build(target, propose=propose, num_nodes=len(paths), depth=int(tree.depths.max()), children=siblings.kind)
 
 
@@ -167,22 +169,23 @@ def load(
     saved, drawn = files.read_config(weights, "hydra", lm.model), find_siblings(children)
     facts = saved.get("prefix", False)
     prefix = saved_config(lm, facts if isinstance(facts, dict) else {}, weights) if facts else None
-    heads = files.read_params(weights, functools.partial(like, lm, prefix))
+    target = seen_by(lm.model, saved.get("vocabulary"))
+    heads = files.read_params(weights, functools.partial(like, target, lm.params, prefix))
     files.check_depth(num_draft, sum(name.startswith("head_") for name in heads))
     params = {name: x for name, x in heads.items() if not name.startswith("head_") or int(name[5:]) < num_draft}
     paths = choose_tree(tree, saved.get("tree", ()), num_draft)
-    drafter = hydra(seen_by(lm.model, saved.get("vocabulary")), paths=paths, siblings=drawn, prefix=prefix)
+    drafter = hydra(target, paths=paths, siblings=drawn, prefix=prefix)
     note = f"{num_draft} heads{' behind a layer' if prefix else ''}, {len(paths)} nodes, children {children}"
     return LoadedDrafter(drafter, params, card("hydra", params, note), "rejection" if drafter.chain else drawn.rule)
 
 
-def like(lm, prefix: LayerConfig | None, shapes):
+def like(target: LanguageModel, target_params, prefix: LayerConfig | None, shapes):
     """Shapes of saved heads: as many heads and blocks as there are in the file."""
     count = sum(name.endswith("/through") for name in shapes)
     layers, own_head = shapes.get("head_0/kernel", (0,))[0] + 1, "head_0/head" in shapes
 
     def init(key_data, params):
         key = jax.random.wrap_key_data(key_data)
-        return head_init(key, lm.model, params, num_draft=count, layers=layers, own_head=own_head, prefix=prefix)
+        return head_init(key, target, params, num_draft=count, layers=layers, own_head=own_head, prefix=prefix)
 
-    return jax.eval_shape(init, jax.ShapeDtypeStruct((2,), jnp.uint32), lm.params)
+    return jax.eval_shape(init, jax.ShapeDtypeStruct((2,), jnp.uint32), target_params)

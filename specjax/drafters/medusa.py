@@ -31,7 +31,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.blockwise import each, first_heads, head_drafter, parallel_loss
 from specjax.drafters.recipe import Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import draft_size, drawing_within, seen_by
 from specjax.types import Array, Draft, Drafter, LanguageModel
 
 Paths = tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ def medusa(target: LanguageModel, *, paths: Paths, siblings: Siblings = SIBLINGS
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings, target.vocab_size)
+    tree = static_tree(paths, siblings, draft_size(target, target.vocabulary))
     depth = int(tree.depths.max())
 
     def propose(noise, params, state, sequences):
@@ -68,7 +68,7 @@ def medusa(target: LanguageModel, *, paths: Paths, siblings: Siblings = SIBLINGS
 
         return grow(tree, siblings, sequences.sampling.temperature, noise, look), state
 
-    return head_drafter(target, propose, num_nodes=len(paths), depth=depth, children=siblings.kind)
+    return head_drafter(target, drawing_within(target, propose), num_nodes=len(paths), depth=depth, children=siblings.kind)
 
 
 def chain_paths(num_draft: int) -> Paths:
@@ -213,23 +213,25 @@ def load(
     """
     published, drawn = published_file(files.given(weights, "medusa")), find_siblings(children)
     saved: dict[str, Any] = {"tree": TREE_63}
+    target = lm.model
     if published is not None:
-        heads = read_published(published, lm.model)
+        heads = read_published(published, target)
     else:
-        saved = files.read_config(weights, "medusa", lm.model)
-        heads = files.read_params(weights, functools.partial(like, lm))
+        saved = files.read_config(weights, "medusa", target)
+        target = seen_by(target, saved.get("vocabulary"))
+        heads = files.read_params(weights, functools.partial(like, target, lm.params))
     files.check_depth(num_draft, len(heads["kernel"]))
     params, paths = first_heads(heads, num_draft), choose_tree(tree, saved.get("tree", ()), num_draft)
-    drafter = medusa(seen_by(lm.model, saved.get("vocabulary")), paths=paths, siblings=drawn)
+    drafter = medusa(target, paths=paths, siblings=drawn)
     note = f"{num_draft} heads, {len(paths)} nodes, children {children}"
     return LoadedDrafter(drafter, params, card("medusa", params, note), "rejection" if drafter.chain else drawn.rule)
 
 
-def like(lm, shapes):
+def like(target: LanguageModel, target_params, shapes):
     """Shapes of saved heads: as many heads and blocks as there are in the file."""
     count, layers = (*shapes.get("kernel", ()), 0, 0)[:2]
-    init = functools.partial(head_init, lm.model, num_draft=count, layers=layers, own_head="head" in shapes)
-    return jax.eval_shape(init, lm.params)
+    init = functools.partial(head_init, target, num_draft=count, layers=layers, own_head="head" in shapes)
+    return jax.eval_shape(init, target_params)
 
 
 def published_file(path: Path) -> Path | None:

@@ -28,7 +28,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.layer import block, filled, if_begun, taken_over, tokens_after
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import drawing_within, named, seen_by
 from specjax.models.layers import Linear, RMSNorm, RopeScaling, visible
 from specjax.sampling import tempered
 from specjax.types import Array, Drafter, KVCache, LanguageModel
@@ -81,7 +81,8 @@ def mtp(target: LanguageModel, *, num_draft: int, config: MTPConfig) -> Drafter:
 
         def step(held: MTPState, depth):
             token, log_q = draw(held.normed, depth)
-            return enter(params, held, token[:, None], held.recycled[:, None], jnp.ones_like(token)), (token, log_q)
+            drafted = named(token[:, None], target.vocabulary)
+            return enter(params, held, drafted, held.recycled[:, None], jnp.ones_like(token)), (token, log_q)
 
         held, (tokens, laws) = jax.lax.scan(step, state, jnp.arange(1, num_draft))
         token, log_q = draw(held.normed, num_draft)
@@ -95,7 +96,7 @@ def mtp(target: LanguageModel, *, num_draft: int, config: MTPConfig) -> Drafter:
     return Drafter(
         init=functools.partial(empty, config),
         absorb=absorb,
-        propose=propose,
+        propose=drawing_within(target, propose),
         commit=commit,
         num_nodes=num_draft,
         depth=num_draft,

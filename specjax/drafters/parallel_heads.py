@@ -24,7 +24,7 @@ from specjax.drafters.layer import LayerConfig, if_begun, layer_drafter, layer_i
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, grow, static_tree
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import draft_size, drawing_within, seen_by
 from specjax.types import Drafter, LanguageModel
 
 
@@ -39,7 +39,7 @@ def parallel_heads(
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw.
     """
-    tree = static_tree(paths, siblings, target.vocab_size)
+    tree = static_tree(paths, siblings, draft_size(target, target.vocabulary))
     depth = int(tree.depths.max())
 
     def propose(noise, params, state, sequences):
@@ -53,6 +53,7 @@ def parallel_heads(
         return if_begun(draft, state.cache.length), state
 
     names = tuple(f"head_{i}" for i in range(depth))
+    propose = drawing_within(target, propose)
     return layer_drafter(target, config, names, propose, num_nodes=len(paths), depth=depth, children=siblings.kind)
 
 

@@ -21,7 +21,7 @@ from specjax.cache import rewind, take
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.recipe import Batch, Recipe, forward, labels
-from specjax.drafters.vocabulary import seen_by
+from specjax.drafters.vocabulary import drawing_within, named, seen_by
 from specjax.sampling import first_argmax, tempered
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Output, Params, Sequences
 
@@ -61,14 +61,14 @@ def small(
         root, cache = catch_up(model, own(params), state, sequences, 2)
 
         def draw(logits, depth):
-            fitted = fit_vocabulary(logits, vocab_size, used or vocab_size)
+            fitted = logits if model.vocabulary else fit_vocabulary(logits, vocab_size, used or vocab_size)
             log_q = tempered(fitted, sequences.sampling.temperature)
             return pick(log_q, noise(depth)[:, 0]), log_q
 
         def step(carry: tuple[KVCache, Array], depth):
             cache, logits = carry
             token, log_q = draw(logits, depth)
-            out, cache = model.apply(own(params), token[:, None], cache)
+            out, cache = model.apply(own(params), named(token[:, None], model.vocabulary), cache)
             return (rewind(cache, cache.length + 1), out.logits[:, 0]), (token, log_q)
 
         (cache, logits), (tokens, laws) = jax.lax.scan(step, (cache, root), jnp.arange(1, num_draft))
@@ -79,7 +79,7 @@ def small(
     return Drafter(
         init=lambda params, batch, capacity: model.init_cache(batch, capacity),
         absorb=absorb,
-        propose=propose,
+        propose=drawing_within(model, propose),
         commit=lambda params, state, out, verdict: state,  # `propose` starts from the committed length
         num_nodes=num_draft,
         depth=num_draft,
@@ -142,7 +142,7 @@ def trunk(target: LanguageModel, layers: int) -> LanguageModel:
         out, cache = model.apply(params, tokens, cache, **how)
         return out._replace(logits=target.unembed(params, out.hidden)), cache
 
-    return model._replace(apply=apply, unembed=target.unembed)
+    return model._replace(apply=apply, unembed=target.unembed, vocabulary=target.vocabulary)
 
 
 def of_trunk(target_params: Mapping[str, Any], layers: int) -> dict[str, Any]:

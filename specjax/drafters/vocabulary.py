@@ -3,9 +3,10 @@
 The vocabulary head is most of what a small drafter reads: 28 of 30 million weights a token for one head on a target of width
 576 and 49,152 tokens.  Outside its vocabulary a drafter's law is zero, which no rule minds: the residual has the rest.
 
-A drafter is not told: it is built for a view of its target whose `unembed` reads the columns of some ids.  Which ids they are
-belongs to the weights: another mapping would give every row of a law another meaning.  Ids ascend, so that the first of two
-equal logits is the same token as without a vocabulary.
+A drafter is built for a view of its target whose `unembed` gives the logits [..., n] of some ids, which the view names.  It
+draws among places 0..n-1 (`drawing_within`), and where it reads a token that it has drafted, that is the one `named` there.
+Which ids they are belongs to the weights: another mapping would give every row of a law another meaning.  Ids ascend, so that
+the first of two equal logits is the same token as without a vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,7 +36,7 @@ def frequent(tokens: np.ndarray, size: int, vocab_size: int) -> tuple[Ids, float
 
 @functools.cache  # the same functions for the same ids: rebuilt closures would recompile
 def narrowed(target: LanguageModel, ids: Ids) -> LanguageModel:
-    """The target with a head of `ids` alone, logits [..., n]: what a loss reads.
+    """The view of a target through a draft vocabulary: logits [..., n] of `ids` alone.
 
     Raises:
       ValueError: the target has no head that could be narrowed, or ids that are not its own, ascending.
@@ -45,7 +45,18 @@ def narrowed(target: LanguageModel, ids: Ids) -> LanguageModel:
         raise ValueError("this target has no vocabulary head to narrow: draft with all of its tokens")
     narrow = target.narrow
     check(ids, target.vocab_size)
-    return target._replace(unembed=lambda params, hidden: target.unembed(narrow(params, jnp.asarray(ids, jnp.int32)), hidden))
+    unembed = lambda params, hidden: target.unembed(narrow(params, jnp.asarray(ids, jnp.int32)), hidden)
+    return target._replace(unembed=unembed, vocabulary=ids)
+
+
+def seen_by(target: LanguageModel, ids: Sequence[int] | None) -> LanguageModel:
+    """What a drafter is built for: the target, or its view through a draft vocabulary where there is one."""
+    return target if ids is None else narrowed(target, tuple(ids))
+
+
+def draft_size(target: LanguageModel, ids: Ids | None) -> int:
+    """How many tokens can be drafted: n, or V where there is no draft vocabulary."""
+    return target.vocab_size if ids is None else len(ids)
 
 
 def check(ids: Ids, vocab_size: int) -> None:
@@ -79,16 +90,15 @@ def published(draft: Draft, ids: Ids | None, vocab_size: int) -> Draft:
     return draft._replace(tokens=named(draft.tokens, ids), log_q=law)
 
 
-@functools.cache  # as above
-def widened(target: LanguageModel, ids: Ids) -> LanguageModel:
-    """The target whose logits [..., V] are -inf outside `ids`: what a drafter reads.  ValueError as `narrowed`."""
-    few = narrowed(target, ids)
-    return target._replace(unembed=lambda params, hidden: spread(few.unembed(params, hidden), ids, target.vocab_size))
+def drawing_within(target: LanguageModel, propose: Callable) -> Callable:
+    """`propose` of a drafter that draws among the places of its target's draft vocabulary, as one that drafts tokens."""
+    ids = target.vocabulary
 
+    def drafting_tokens(noise, params, state, sequences):
+        draft, state = propose(heard(noise, ids), params, state, sequences)
+        return published(draft, ids, target.vocab_size), state
 
-def seen_by(target: LanguageModel, ids: Sequence[int] | None) -> LanguageModel:
-    """What a drafter is built for: the target, or its view through a draft vocabulary where there is one."""
-    return target if ids is None else widened(target, tuple(ids))
+    return propose if ids is None else drafting_tokens
 
 
 def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: Ids) -> Recipe:
@@ -97,21 +107,14 @@ def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: 
     A position whose label lies outside teaches nothing and counts as a miss; the target's law is renormalised within.
 
     Raises:
-      ValueError: as `narrowed`, or the recipe trains a vocabulary head of its own.
+      ValueError: as `narrowed`.
     """
-    inner, outer, place = make(narrowed(target, ids)), make(widened(target, ids)), places(ids, target.vocab_size)
+    few, place = make(narrowed(target, ids)), places(ids, target.vocab_size)
 
     def scored(loss: Callable) -> Callable:
         return lambda own, given, batch, key: loss(own, given, batch._replace(places=jnp.asarray(place)), key)
 
-    def init(key, target_params):
-        same = [jax.tree.map(jnp.shape, jax.eval_shape(one.init, key, target_params)) for one in (inner, outer)]
-        if same[0] != same[1]:
-            raise ValueError("a drafter with a vocabulary head of its own takes no draft vocabulary: leave one of them out")
-        return outer.init(key, target_params)
-
-    clean = None if inner.clean is None else scored(inner.clean)
-    return outer._replace(loss=scored(inner.loss), init=init, clean=clean)
+    return few._replace(loss=scored(few.loss), clean=None if few.clean is None else scored(few.clean))
 
 
 def places(ids: Sequence[int], vocab_size: int) -> np.ndarray:

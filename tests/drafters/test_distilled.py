@@ -168,7 +168,7 @@ def test_a_trunk_learns_and_drafts_as_the_model_that_it_is_part_of(tmp_path):
 
 def test_a_trunk_of_a_draft_vocabulary_proposes_nothing_else():
     ids = tuple(range(0, h.V, 3))
-    drafter = small.small(small.trunk(vocabulary.widened(h.TARGET, ids), 1), num_draft=3, vocab_size=h.V, own=small.beside)
+    drafter = small.small(small.trunk(vocabulary.narrowed(h.TARGET, ids), 1), num_draft=3, vocab_size=h.V, own=small.beside)
     params = Params(h.target_params(), h.trunk_params())
     result = h.generate(drafter, "rejection", h.PROMPTS, params=params, temperature=1.0, rounds=1)
     whole = h.generate(h.drafter("plain"), "rejection", h.PROMPTS, temperature=1.0, params=Params(h.target_params(), ()))

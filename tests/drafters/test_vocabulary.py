@@ -1,8 +1,6 @@
 """A drafter that knows some tokens only: the same drafter otherwise, for every method that reads the target's head."""
 
 import functools
-import json
-import shutil
 
 import helpers as h
 import jax
@@ -11,11 +9,12 @@ import numpy as np
 import pytest
 
 from specjax import decode, load_drafter
-from specjax.drafters import blockwise, hydra, medusa, mtp, objectives
+from specjax.drafters import blockwise, files, hydra, medusa, mtp, objectives, parallel_heads, small
 from specjax.drafters.recipe import Batch, with_output
-from specjax.drafters.vocabulary import frequent, narrowed, places, widened, within
+from specjax.drafters.siblings import SIBLINGS
+from specjax.drafters.vocabulary import frequent, narrowed, places, spread, within
 from specjax.models.load import LM
-from specjax.types import Params
+from specjax.types import Params, Sequences
 from specjax.verify import RULES
 
 K = 3
@@ -38,6 +37,11 @@ def trained(name):
     leaves, treedef = jax.tree.flatten(params)
     rng = np.random.default_rng(4)
     return treedef.unflatten([x + jnp.asarray(0.15 * rng.standard_normal(x.shape), x.dtype) for x in leaves])
+
+
+def output():
+    """The batch with what the target says of it."""
+    return with_output(GIVEN, h.TARGET, h.target_params())
 
 
 def loss(name, ids, objective=objectives.hard):
@@ -93,12 +97,75 @@ def test_what_is_drafted_lies_within_and_text_is_plain(name):
     assert done.tokens[5:] != full.tokens[5:]  # it was another drafter
 
 
+def masked(ids):
+    """The target with logits of -inf outside `ids`, no draft vocabulary to a drafter: what one of `ids` must equal."""
+    few = narrowed(h.TARGET, ids)
+    return h.TARGET._replace(unembed=lambda params, hidden: spread(few.unembed(params, hidden), ids, h.V))
+
+
+@functools.cache
+def masked_trunk():
+    model, few = h.TARGET.truncate(1), masked(SOME)
+
+    def apply(params, *inputs, **how):
+        out, cache = model.apply(params, *inputs, **how)
+        return out._replace(logits=few.unembed(params, out.hidden)), cache
+
+    return model._replace(apply=apply)
+
+
+def of_trunk(target):
+    model = masked_trunk() if target.vocabulary is None else small.trunk(target, 1)
+    return small.small(model, num_draft=K, vocab_size=h.V, own=small.beside)
+
+
+BUILD = {
+    "blockwise": lambda target: blockwise.blockwise(target, num_draft=K),
+    "medusa": lambda target: medusa.medusa(target, paths=h.HEAD_TREE, siblings=SIBLINGS["without_replacement"]),
+    "hydra": lambda target: hydra.hydra(target, paths=h.HEAD_TREE),
+    "hydra, prefix": lambda target: hydra.hydra(target, paths=h.HEAD_TREE, prefix=h.LAYER_CONFIG),
+    "parallel_heads": lambda target: parallel_heads.parallel_heads(target, paths=h.HEAD_TREE, config=h.LAYER_CONFIG),
+    "mtp": lambda target: mtp.mtp(target, num_draft=K, config=h.MTP_CONFIG),
+    "trunk": of_trunk,
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_places_of_a_vocabulary_draft_what_a_mask_over_all_tokens_drafts(name):
+    """From the same state and, as a coupled rule gives it, the same noise: tokens, tree and laws; greedy rows and hot ones."""
+    own = {"trunk": h.trunk_params}.get(name, functools.partial(trained if name in MAKE else h.trained, name))
+    params = Params(h.target_params(), own())
+    masking, within_places = (BUILD[name](target) for target in (masked(SOME), narrowed(h.TARGET, SOME)))
+    how = dict(params=params, temperature=h.MIXED_HEAT)
+    state = h.generate(masking, "coupled", h.MIXED, rounds=1, **how).state
+    sequences = Sequences(state.tokens, state.length, state.cache, state.sampling)
+
+    def propose(drafter):
+        noise = decode.noise_source(state, RULES["coupled"], h.V)
+        return jax.jit(lambda params, own: drafter.propose(noise, params, own, sequences)[0])(params, state.drafter)
+
+    mask, places_of = propose(masking), propose(within_places)
+    np.testing.assert_array_equal(places_of.parents, mask.parents)
+    np.testing.assert_array_equal(places_of.tokens, np.where(mask.parents == -2, places_of.tokens, mask.tokens))
+    assert (places_of.parents > -2).any() and set(np.unique(places_of.tokens)) <= set(SOME)
+    if mask.log_q is not None:
+        there = np.asarray(mask.parents > -2)
+        np.testing.assert_allclose(np.exp(places_of.log_q)[there], np.exp(mask.log_q)[there], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "parallel_heads"])
+def test_a_tree_of_more_children_than_tokens_is_refused(name):
+    with pytest.raises(ValueError, match="a candidate of rank 2, the vocabulary 2 tokens"):
+        BUILD[name](narrowed(h.TARGET, (3, 7)))
+
+
 def test_a_law_within():
     hidden = jax.random.normal(jax.random.key(0), (4, h.TARGET.width))
     whole = h.TARGET.unembed(h.target_params(), hidden)
-    wide, few = (view(h.TARGET, SOME).unembed(h.target_params(), hidden) for view in (widened, narrowed))
+    few = narrowed(h.TARGET, SOME).unembed(h.target_params(), hidden)
     np.testing.assert_allclose(few, whole[:, list(SOME)], rtol=1e-5)
-    np.testing.assert_allclose(wide[:, list(SOME)], few)
+    wide = spread(few, SOME, h.V)
+    np.testing.assert_array_equal(wide[:, list(SOME)], few)
     assert np.isneginf(np.delete(np.asarray(wide), SOME, 1)).all()
     assert places(SOME, h.V)[list(SOME)].tolist() == list(range(len(SOME)))
 
@@ -106,14 +173,14 @@ def test_a_law_within():
 @each
 def test_it_is_saved_with_the_weights(name, tmp_path):
     """config.json says which ids; without that line the same weights draft with all."""
+    about = {"method": name, "vocab_size": h.V, "width": h.CONFIG.width, **(h.MTP_CONFIG._asdict() if name == "mtp" else {})}
+    for where, ids in {"few": {"vocabulary": SOME}, "all": {}}.items():
+        files.save(tmp_path / where, trained(name), {**about, **ids})
     lm = LM(h.TARGET, h.target_params(), None, h.CONFIG)
-    shutil.copytree(h.saved(name), tmp_path / "few")
-    file = tmp_path / "few" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocabulary": SOME}))
-    few = load_drafter(name, lm, num_draft=K, weights=str(tmp_path / "few"))
-    again = load_drafter(name, lm, num_draft=K, weights=str(tmp_path / "few"))
+    load = lambda where: load_drafter(name, lm, num_draft=K, weights=str(tmp_path / where))
+    few, again = load("few"), load("few")
     assert few.drafter is again.drafter  # nothing compiles anew
-    assert few.drafter is not load_drafter(name, lm, num_draft=K, weights=h.saved(name)).drafter
+    assert few.drafter is not load("all").drafter
 
 
 def test_what_is_no_vocabulary_is_refused():
@@ -122,9 +189,26 @@ def test_what_is_no_vocabulary_is_refused():
             narrowed(h.TARGET, ids)
     with pytest.raises(ValueError, match="no vocabulary head to narrow"):
         narrowed(h.table_model(5), (1, 2))
-    own = within(lambda target: medusa.recipe(target, num_draft=K, own_head=True), h.TARGET, SOME)
-    with pytest.raises(ValueError, match="takes no draft vocabulary"):
-        own.init(jax.random.key(0), h.target_params())
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra"])
+def test_heads_of_their_own_have_a_column_for_each_of_its_tokens(name, tmp_path):
+    """They start as the target's columns, learn, are saved and loaded, and draft what heads that share the target's draft."""
+    recipe = within(functools.partial(MAKE[name], own_head=True), h.TARGET, SOME)
+    params = recipe.init(jax.random.key(0), h.target_params())
+    own = params["head"] if name == "medusa" else params["head_0"]["head"][None]
+    whole = h.TARGET.unembed(h.target_params(), jnp.eye(h.TARGET.width))
+    np.testing.assert_array_equal(own[0], whole[:, list(SOME)])
+    gradient = jax.grad(lambda p: recipe.loss(p, h.target_params(), output(), jax.random.key(0))[0])(params)
+    assert np.abs(gradient["head"] if name == "medusa" else gradient["head_0"]["head"]).max() > 0
+    files.save(tmp_path, params, {"method": name, "vocabulary": SOME, "vocab_size": h.V, "width": h.CONFIG.width})
+    loaded = load_drafter(name, LM(h.TARGET, h.target_params(), None, h.CONFIG), num_draft=K, weights=str(tmp_path))
+    rule = "recursive" if name == "hydra" else "rejection"
+    done = h.generate(loaded.drafter, rule, h.MIXED, params=Params(h.target_params(), loaded.params), temperature=0.0)
+    shared = within(MAKE[name], h.TARGET, SOME)
+    params = Params(h.target_params(), shared.init(jax.random.key(0), h.target_params()))
+    same = h.generate(shared.drafter, rule, h.MIXED, params=params, temperature=0.0)
+    assert done.tokens == same.tokens and (done.accepted == same.accepted).all() and done.accepted.sum() > 0
 
 
 def test_frequent_covers_most():

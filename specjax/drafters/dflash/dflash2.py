@@ -24,7 +24,7 @@ from specjax.drafters.dflash.config import DFlashConfig, dflash_config
 from specjax.drafters.dflash.drafter import Head, built
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
-from specjax.drafters.vocabulary import Ids
+from specjax.drafters.vocabulary import Ids, draft_size
 from specjax.models.layers import Linear
 from specjax.types import Array, Drafter, LanguageModel, Params
 
@@ -62,7 +62,7 @@ class Selector(nn.Module):
 
 def selector_of(target: LanguageModel, selector: SelectorConfig, vocabulary: Ids | None) -> Selector:
     """The module for a target."""
-    return Selector(selector.rank, target.vocab_size, target.vocab_size if vocabulary is None else len(vocabulary))
+    return Selector(selector.rank, target.vocab_size, draft_size(target, vocabulary))
 
 
 def selecting_head(target: LanguageModel, config: DFlashConfig, selector: SelectorConfig, vocabulary: Ids | None) -> Head:

@@ -25,7 +25,7 @@ from specjax.drafters.dflash.config import DFlashConfig
 from specjax.drafters.dflash.drafter import Head, built
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
-from specjax.drafters.vocabulary import Ids
+from specjax.drafters.vocabulary import Ids, draft_size
 from specjax.models.layers import Linear, matmul
 from specjax.names import unknown
 from specjax.types import Array, Drafter, LanguageModel, Params
@@ -126,7 +126,7 @@ class Heads(nn.Module):
 
 def heads_of(target: LanguageModel, heads: DSparkConfig, vocabulary: Ids | None) -> Heads:
     """The module for a target."""
-    return Heads(checked(heads), target.vocab_size, target.vocab_size if vocabulary is None else len(vocabulary))
+    return Heads(checked(heads), target.vocab_size, draft_size(target, vocabulary))
 
 
 def ordered_head(target: LanguageModel, config: DFlashConfig, heads: DSparkConfig, vocabulary: Ids | None) -> Head:

@@ -31,7 +31,7 @@ from specjax.drafters.layer import if_begun, tokens_after
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import Ids, check, heard, named, published
+from specjax.drafters.vocabulary import Ids, check, draft_size, heard, named, published
 from specjax.models.layers import visible
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Params
 
@@ -66,7 +66,7 @@ def eagle(
     Raises:
       ValueError: paths that are no tree, or that skip a rank which `siblings` draw; ids that are not the target's.
     """
-    tree = static_tree(paths, siblings, target.vocab_size)
+    tree = static_tree(paths, siblings, draft_size(target, vocabulary))
 
     def propose(noise, params, state, sequences):
         read, run = readers(target, config, vocabulary, params)
@@ -93,8 +93,7 @@ def eagle2(
     Raises:
       ValueError: sizes that no such tree has; ids that are not the target's.
     """
-    size = target.vocab_size if vocabulary is None else len(vocabulary)
-    eagle_tree.check_dynamic(depth=num_draft, width=top_k, num_nodes=nodes, vocab_size=size)
+    eagle_tree.check_dynamic(depth=num_draft, width=top_k, num_nodes=nodes, vocab_size=draft_size(target, vocabulary))
 
     def propose(noise, params, state, sequences):
         read, run = readers(target, config, vocabulary, params)
@@ -284,7 +283,6 @@ def read_module(lm, weights: str | None, method: str) -> tuple[eagle_files.Publi
     vocabulary = None if vocabulary is None else tuple(vocabulary)
     if config.width != lm.model.width:
         raise ValueError(f"{weights}: a module of width {config.width} != target {lm.model.width}: train one for this target")
-    size = lm.model.vocab_size if vocabulary is None else len(vocabulary)
-    return eagle_files.Published(
-        config, vocabulary, files.read_params(path, lambda shapes: eagle_head.like(config, size, lm.model.vocab_size))
-    ), saved
+    sizes = draft_size(lm.model, vocabulary), lm.model.vocab_size
+    params = files.read_params(path, lambda shapes: eagle_head.like(config, *sizes))
+    return eagle_files.Published(config, vocabulary, params), saved

@@ -38,7 +38,7 @@ from specjax.drafters.eagle.facts import (
 )
 from specjax.drafters.eagle.head import EagleConfig
 from specjax.drafters.eagle.naming import MASK, join, split
-from specjax.drafters.vocabulary import Ids, check, narrowed, offsets
+from specjax.drafters.vocabulary import Ids, check, draft_size, narrowed, offsets
 from specjax.types import LanguageModel
 
 
@@ -78,7 +78,7 @@ def read(path: Path, lm: Any, method: str) -> Published:
         check_embedding(path, tensors.pop("embed_tokens.weight"), lm, config)
     for name in [n for n, x in tensors.items() if n.endswith("self_attn.o_proj.bias") and not x.any()]:
         del tensors[name]  # what a config with attention_bias makes of one that has none
-    tree = head.like(config, lm.model.vocab_size if ids is None else len(ids), lm.model.vocab_size)
+    tree = head.like(config, draft_size(lm.model, ids), lm.model.vocab_size)
     blank = lambda x: np.broadcast_to(np.float32(0), x.shape)
     parts = {own: split(config, own, blank(x)) for own, x in files.flat(tree).items()}
     files.check_tensors(path, {name: x.shape for part in parts.values() for name, x in part.items()}, tensors)
@@ -223,7 +223,7 @@ def save_speculators(
             "verifier": {"name_or_path": verifier, "architectures": []},
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": lm.model.vocab_size if vocabulary is None else len(vocabulary),
+        "draft_vocab_size": draft_size(lm.model, vocabulary),
         IDS: [i + 1 for i in config.taps],
         **{name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
         "embed_requires_grad": config.own_embedding,
