@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,19 +67,28 @@ def full_slots(plain, samples):
 
 
 def fits(lm, methods, drafts, works):
-    """(PassFit of the target, {method: DraftFit}) from passes timed at these K and in these works, one a batch."""
+    """(PassFit of the target, {method: DraftFit}) from passes timed at these K and in these works, one a batch.
+
+    Methods verify blocks of one width each in their own time, plain decoding its own as often: medians go into the fit, or one
+    moment in which the machine did something else would bend it.
+    """
     target, own = [], {name: [] for name in methods}
     for batch, work in works.items():
         context = len(bench.split(lm, work)[0].prompts[0]) + work.max_new_tokens // 2
-        timing = lambda width, ms, batch=batch, context=context: calibrate.Timing(width, batch, context, 1e-3 * ms)
-        plain = bench.Contender("plain", specjax.load_drafter("plain", lm), "rejection")
-        target.append(timing(1, bench.pass_times(lm, plain, work).verify_ms))
+        passes = defaultdict(list)
+
+        def timed(label, one, batch=batch, work=work, passes=passes):
+            cost = bench.pass_times(lm, one, work)
+            passes[one.loaded.drafter.num_nodes + 1].append(cost.verify_ms)
+            print(f"batch {batch} {label}: {cost.draft_ms:.2f} + {cost.verify_ms:.2f} ms", file=sys.stderr, flush=True)
+            return cost.draft_ms
+
         for name in methods:
+            timed("plain", bench.Contender("plain", specjax.load_drafter("plain", lm), "rejection"))
             for k in drafts:
-                cost = bench.pass_times(lm, contender(lm, name, k), work)
-                target.append(timing(k + 1, cost.verify_ms))
-                own[name].append(timing(k, cost.draft_ms))
-                print(f"batch {batch} {name} K={k}: {cost.draft_ms:.2f} + {cost.verify_ms:.2f} ms", file=sys.stderr, flush=True)
+                milliseconds = timed(f"{name} K={k}", contender(lm, name, k))
+                own[name].append(calibrate.Timing(k, batch, context, 1e-3 * milliseconds))
+        target += [calibrate.Timing(width, batch, context, 1e-3 * np.median(ms)) for width, ms in passes.items()]
     return calibrate.fit_pass(target), {name: calibrate.fit_draft(timings) for name, timings in own.items()}
 
 
