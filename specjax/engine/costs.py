@@ -59,7 +59,7 @@ def measured_costs(
       capacity: S of the engine; requests are timed with 8 tokens of prompt, and with half of this or what fits.
       sampling: of the requests that are timed.
       sweeps: how often all is timed; medians are kept.
-      steps: of each, of which the median is kept.
+      steps: of each, of which the mean is taken: a request waits for slow steps too, and a machine that others use has many.
       progress: called with (done, total).
 
     Raises:
@@ -121,7 +121,7 @@ def parts(timed: dict[tuple[int, int, int], float], counts: Sequence[int | None]
 
 
 def step_seconds(engine: Engine, batch: int, context: int, sampling: SamplingParams, steps: int, new: int) -> float:
-    """Median seconds of a step of `batch` requests, each of `context` tokens of prompt and `new` or fewer to come."""
+    """Mean seconds of a step of `batch` requests, each of `context` tokens of prompt and `new` or fewer to come."""
     held = [
         engine.submit([1 + i] * context, max_new_tokens=new, sampling=sampling, eos_ids=(), key=jax.random.key(i))
         for i in range(batch)
@@ -130,10 +130,10 @@ def step_seconds(engine: Engine, batch: int, context: int, sampling: SamplingPar
     while engine.load.waiting or engine.load.filling:
         engine.read()
     engine.step()
-    times = [seconds(engine.step) for _ in range(steps)]
+    taken = seconds(lambda: [engine.step() for _ in range(steps)])
     for request in held:
         engine.cancel(request)
-    return float(np.median(times))
+    return taken / steps
 
 
 def seconds(call: Callable[[], object]) -> float:
