@@ -49,7 +49,19 @@ def save(directory: str | Path, params: Mapping[str, Any], config: Mapping[str, 
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: np.array(x, order="C") for name, x in tensors.items()}, directory / WEIGHTS)
     (directory / WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone; a package is for everyone
-    (directory / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n", "utf-8")
+    (directory / "config.json").write_text(lines(config), "utf-8")
+
+
+def lines(fields: Mapping[str, Any]) -> str:
+    """JSON with a line a field: a draft vocabulary has thousands of ids.
+
+    >>> print(lines({"method": "mtp", "vocabulary": (1, 5)}), end="")
+    {
+     "method": "mtp",
+     "vocabulary": [1, 5]
+    }
+    """
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(x)}" for name, x in fields.items()) + "\n}\n"
 
 
 def read_config(weights: str | Path | None, method: str, target: LanguageModel | None = None) -> dict:
