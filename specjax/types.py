@@ -147,7 +147,7 @@ class LanguageModel(NamedTuple):
     num_layers: int
     max_length: int  # the longest context it was made for, in tokens
     narrow: Callable | None = None  # (params, ids [n]) -> params for an `unembed` to the logits [..., n] of these ids
-    vocabulary: tuple[int, ...] | None = None  # of a view for drafters: the n ids that `unembed` gives logits of
+    vocabulary: tuple[int, ...] | None = None  # of a view for drafters: the ids of the logits that `unembed` gives
 
 
 class Drafter(NamedTuple):

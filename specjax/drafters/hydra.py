@@ -75,7 +75,7 @@ def hydra(
 
 
 # Heads: {"scale": [], "head_0": {"through": [2D, D], "gate": [2D, D], "gate_bias": [D]}, "head_1": {.. [3D, D] ..}, ..}; beside
-# them {"kernel": [L-1, D, D], "bias": [L-1, D]} where a head has L > 1 blocks, {"head": [D, V]} where it has its own, and
+# them {"kernel": [L-1, D, D], "bias": [L-1, D]} where a head has L > 1 blocks, {"head": [D, V or n]} where it has its own, and
 # {"prefix": a layer} beside all heads.
 
 

@@ -141,7 +141,8 @@ def lines(tree: trees.Paths, nodes: np.ndarray, depth: int) -> np.ndarray:
     return np.stack(line, 1) if line else np.zeros((len(nodes), 0), np.int32)
 
 
-# Heads: {"kernel": [K, L, D, D], "bias": [K, L, D]}, and {"head": [K, D, V]} where they do not share the target's.
+# Heads: {"kernel": [K, L, D, D], "bias": [K, L, D]}, and {"head": [K, D, V]} where they do not share the target's ([K, D, n]
+# of a draft vocabulary).
 
 
 def head_init(target: LanguageModel, target_params, *, num_draft: int, layers: int, own_head: bool) -> dict[str, Array]:

@@ -39,10 +39,12 @@ def narrowed(target: LanguageModel, ids: Ids) -> LanguageModel:
     """The view of a target through a draft vocabulary: logits [..., n] of `ids` alone.
 
     Raises:
-      ValueError: the target has no head that could be narrowed, or ids that are not its own, ascending.
+      ValueError: the target has no head that could be narrowed, is a view itself, or ids that are not its own, ascending.
     """
     if target.narrow is None:
         raise ValueError("this target has no vocabulary head to narrow: draft with all of its tokens")
+    if target.vocabulary is not None:
+        raise ValueError(f"a view of {len(target.vocabulary)} ids cannot be narrowed again: narrow the target itself")
     narrow = target.narrow
     check(ids, target.vocab_size)
     unembed = lambda params, hidden: target.unembed(narrow(params, jnp.asarray(ids, jnp.int32)), hidden)

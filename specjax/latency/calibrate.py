@@ -26,8 +26,8 @@ from specjax.latency.cost_table import CostTable, cost_table
 from specjax.latency.hardware import Hardware
 from specjax.latency.yields import Best, Row, best_num_draft
 
-REWEIGHTED = 8
-"""Fits in a row, each weighted by what the one before predicts."""
+REWEIGHTED = 32
+"""Fits in a row, each weighted by what those before predict."""
 
 
 class Timing(NamedTuple):
@@ -126,7 +126,7 @@ def _non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     scale, expected = np.maximum(columns.max(0), 1e-300), seconds  # caches hold thousands of tokens, ramps end at 1
     for _ in range(REWEIGHTED):
         found = optimize.nnls(columns / scale / expected[:, None], seconds / expected)[0] / scale
-        expected = columns @ found
+        expected = np.sqrt(expected * np.maximum(columns @ found, 1e-3 * seconds))  # half-way, or two fits could take turns
     return found
 
 

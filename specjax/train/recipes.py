@@ -219,7 +219,7 @@ def build(
     make = lambda target, **own: entry.recipe(target, num_draft=num_draft, **entry.told(lm), **options, **own)
     if vocabulary is None:
         return make(lm.model)
-    if "vocabulary" in base.options(entry.recipe):  # it masks by the target's best token, or has a head of its own
+    if "vocabulary" in base.options(entry.recipe):  # EAGLE's and the block drafters': they mask by it too
         return make(lm.model, vocabulary=vocabulary)
     if entry.save is not save_heads:
         raise ValueError(f"{name} trains a model whose vocabulary head is its own: leave the draft vocabulary out")

@@ -187,6 +187,8 @@ def test_what_is_no_vocabulary_is_refused():
     for ids in [(), (3, 2), (1, 1), (5, h.V), (-1, 2)]:
         with pytest.raises(ValueError, match="must ascend within 0 to 16"):
             narrowed(h.TARGET, ids)
+    with pytest.raises(ValueError, match="a view of 2 ids cannot be narrowed again"):
+        narrowed(narrowed(h.TARGET, (1, 2)), (1,))
     with pytest.raises(ValueError, match="no vocabulary head to narrow"):
         narrowed(h.table_model(5), (1, 2))
 

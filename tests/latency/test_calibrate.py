@@ -80,6 +80,14 @@ def test_relative_error_is_what_counts():
     assert calibrate.predict(twice, 1, 1, 0) == pytest.approx(1.5)
 
 
+def test_times_that_no_fit_explains_are_fitted_all_the_same():
+    """Without a cached token 10 s, with one 1 s: the constant part comes out as 0, and so does the first time."""
+    odd = [Timing(1, 1, 0, 10.0), Timing(1, 1, 1, 1.0), Timing(1, 1, 100, 200.0)]
+    assert 0 < calibrate.predict_draft(calibrate.fit_draft(odd), 1, 1, 100) < 1000
+    wide = [Timing(1, 1, 0, 10.0), Timing(2, 1, 1, 1.0), Timing(2, 1, 100, 200.0)]
+    assert 0 < calibrate.predict(calibrate.fit_pass(wide), 2, 1, 100) < 1000
+
+
 def test_predicted_speedups_and_best_k():
     verify, draft = calibrate.fit_pass(timings(target_pass)), calibrate.fit_draft(timings(draft_pass))
     tokens = [yields.expected_tokens(0.75, k) for k in range(8)]

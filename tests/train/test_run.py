@@ -138,7 +138,7 @@ def test_what_makes_no_run(lm, data, tmp_path):
         (WORK._replace(draft_vocabulary=62), "draft_vocabulary 62 > 61"),
         *((WORK._replace(settings=WORK.settings._replace(**{name: value})), message) for name, value, message in SETTINGS),
         *((WORK._replace(recipe=name, options=options), message) for name, options, message in OPTIONS_OF_NONE),
-        (WORK._replace(options={"own_head": True}, draft_vocabulary=9), "takes no draft vocabulary"),
+        (WORK._replace(recipe="medusa_2", options={}, draft_vocabulary=9), "whose vocabulary head is its own"),
     ):
         with pytest.raises(ValueError, match=message):
             run.train(lm, work, data, tmp_path / "none")
