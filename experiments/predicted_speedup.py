@@ -7,7 +7,7 @@ the largest K of batch 1; against decoding itself.  K = 0, not to speculate, is 
 Command:    python experiments/predicted_speedup.py --model testbed --out predicted.md --figure predicted.png
             ... --model smollm2-135m --weights-dtype bfloat16 --prompts SPEC_BENCH.jsonl --methods ngram,medusa,eagle3
             ... --count 4 --new-tokens 16 --batches 1 --drafts 1,3 --timed-batches 1        # smaller
-Run time:   about a minute for each method, K and batch on SmolLM2, most of it compiling
+Run time:   half a minute of one core for each method, K and batch on SmolLM2, most of it compiling
 Expected:   README.md beside this file has SmolLM2 with ngram, medusa, eagle3 and dspark, T = 1: median error 2.5 %, worst 6.4 %
 
 Speed is that of full slots: tau over the seconds of a round, as an engine has it that refills them.  A batch that ends with

@@ -45,7 +45,7 @@ def blockwise(target: LanguageModel, *, num_draft: int) -> Drafter:
         parents = jnp.where(alive, jnp.asarray(trees.chain(num_draft))[None], -2)
         return Draft(tokens[..., 0], parents), state
 
-    return head_drafter(target, drawing_within(target, propose), num_nodes=num_draft, depth=num_draft)
+    return head_drafter(target, drawing_within(target, target.vocabulary, propose), num_nodes=num_draft, depth=num_draft)
 
 
 def head_drafter(

@@ -70,7 +70,7 @@ def hydra(
         return grow(tree, siblings, sequences.sampling.temperature, noise, look), state
 
     build = head_drafter if prefix is None else functools.partial(layer_drafter, config=prefix, names=("prefix",))
-    propose = drawing_within(target, propose)
+    propose = drawing_within(target, target.vocabulary, propose)
     return build(target, propose=propose, num_nodes=len(paths), depth=int(tree.depths.max()), children=siblings.kind)
 
 

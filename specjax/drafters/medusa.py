@@ -68,7 +68,8 @@ def medusa(target: LanguageModel, *, paths: Paths, siblings: Siblings = SIBLINGS
 
         return grow(tree, siblings, sequences.sampling.temperature, noise, look), state
 
-    return head_drafter(target, drawing_within(target, propose), num_nodes=len(paths), depth=depth, children=siblings.kind)
+    propose = drawing_within(target, target.vocabulary, propose)
+    return head_drafter(target, propose, num_nodes=len(paths), depth=depth, children=siblings.kind)
 
 
 def chain_paths(num_draft: int) -> Paths:

@@ -96,7 +96,7 @@ def mtp(target: LanguageModel, *, num_draft: int, config: MTPConfig) -> Drafter:
     return Drafter(
         init=functools.partial(empty, config),
         absorb=absorb,
-        propose=drawing_within(target, propose),
+        propose=drawing_within(target, target.vocabulary, propose),
         commit=commit,
         num_nodes=num_draft,
         depth=num_draft,

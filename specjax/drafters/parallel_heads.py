@@ -53,7 +53,7 @@ def parallel_heads(
         return if_begun(draft, state.cache.length), state
 
     names = tuple(f"head_{i}" for i in range(depth))
-    propose = drawing_within(target, propose)
+    propose = drawing_within(target, target.vocabulary, propose)
     return layer_drafter(target, config, names, propose, num_nodes=len(paths), depth=depth, children=siblings.kind)
 
 

@@ -61,7 +61,7 @@ def small(
         root, cache = catch_up(model, own(params), state, sequences, 2)
 
         def draw(logits, depth):
-            fitted = logits if model.vocabulary else fit_vocabulary(logits, vocab_size, used or vocab_size)
+            fitted = logits if model.vocabulary is not None else fit_vocabulary(logits, vocab_size, used or vocab_size)
             log_q = tempered(fitted, sequences.sampling.temperature)
             return pick(log_q, noise(depth)[:, 0]), log_q
 
@@ -79,7 +79,7 @@ def small(
     return Drafter(
         init=lambda params, batch, capacity: model.init_cache(batch, capacity),
         absorb=absorb,
-        propose=drawing_within(model, propose),
+        propose=drawing_within(model, model.vocabulary, propose),
         commit=lambda params, state, out, verdict: state,  # `propose` starts from the committed length
         num_nodes=num_draft,
         depth=num_draft,

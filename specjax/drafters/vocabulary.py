@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.drafters.recipe import Recipe
-from specjax.types import Array, Draft, LanguageModel
+from specjax.types import Array, LanguageModel
 
 Ids = tuple[int, ...]
 
@@ -74,33 +74,26 @@ def spread(logits: Array, ids: Ids, vocab_size: int) -> Array:
     return jnp.concatenate([logits, outside], -1)[..., places(ids, vocab_size)]  # place -1 is the column that was added
 
 
-def heard(noise: Callable, ids: Ids | None) -> Callable:
-    """`noise(depth, width)` of the tokens of a draft vocabulary, [B, width, n]; of all where there is none."""
-    return noise if ids is None else lambda depth, width=1: noise(depth, width, jnp.asarray(ids, jnp.int32))
-
-
 def named(at: Array, ids: Ids | None) -> Array:
     """The target's tokens that stand `at` these places of a draft vocabulary."""
     return at if ids is None else jnp.asarray(ids, jnp.int32)[at]
 
 
-def published(draft: Draft, ids: Ids | None, vocab_size: int) -> Draft:
-    """A draft of places of a draft vocabulary, its laws [B, N, n], as one of the target's tokens, [B, N, V]."""
+def drawing_within(target: LanguageModel, ids: Ids | None, propose: Callable) -> Callable:
+    """`propose` of a drafter that draws among the places of a draft vocabulary, as one that drafts the target's tokens.
+
+    Its noise is [B, width, n], that of `ids` alone; its laws [B, N, n] become [B, N, V].  Where there is no vocabulary, itself.
+    """
     if ids is None:
-        return draft
-    law = None if draft.log_q is None else spread(draft.log_q, ids, vocab_size)
-    return draft._replace(tokens=named(draft.tokens, ids), log_q=law)
-
-
-def drawing_within(target: LanguageModel, propose: Callable) -> Callable:
-    """`propose` of a drafter that draws among the places of its target's draft vocabulary, as one that drafts tokens."""
-    ids = target.vocabulary
+        return propose
 
     def drafting_tokens(noise, params, state, sequences):
-        draft, state = propose(heard(noise, ids), params, state, sequences)
-        return published(draft, ids, target.vocab_size), state
+        few = lambda depth, width=1: noise(depth, width, jnp.asarray(ids, jnp.int32))
+        draft, state = propose(few, params, state, sequences)
+        law = None if draft.log_q is None else spread(draft.log_q, ids, target.vocab_size)
+        return draft._replace(tokens=named(draft.tokens, ids), log_q=law), state
 
-    return propose if ids is None else drafting_tokens
+    return drafting_tokens
 
 
 def within(make: Callable[[LanguageModel], Recipe], target: LanguageModel, ids: Ids) -> Recipe:

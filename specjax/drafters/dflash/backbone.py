@@ -22,7 +22,7 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters.dflash.config import DFlashConfig, block_rows, seen_by_layer
 from specjax.drafters.dflash.conv import Kernels, convolved
-from specjax.drafters.vocabulary import Ids, narrowed
+from specjax.drafters.vocabulary import Ids, seen_by
 from specjax.models.layers import MLP, Linear, RMSNorm, Segment, rope, rope_frequencies
 from specjax.types import Array, KVCache, LanguageModel, Params
 
@@ -190,7 +190,7 @@ def run_blocks(
 
 def few_logits(target: LanguageModel, config: DFlashConfig, vocabulary: Ids | None, target_params, hidden: Array) -> Array:
     """hidden [..., D] -> logits [..., n] of the vocabulary's ids, or [..., V] where there is none."""
-    source = target if vocabulary is None else narrowed(target, vocabulary)
+    source = seen_by(target, vocabulary)
     logits = source.unembed(target_params, hidden) * config.output_multiplier
     return logits if config.softcap is None else jnp.tanh(logits / config.softcap) * config.softcap
 

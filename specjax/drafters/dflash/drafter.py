@@ -26,7 +26,7 @@ from specjax.drafters.dflash.config import DFlashConfig
 from specjax.drafters.layer import if_begun
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings
-from specjax.drafters.vocabulary import Ids, check, heard, named, published
+from specjax.drafters.vocabulary import Ids, check, drawing_within, named
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Params
 
 
@@ -101,7 +101,7 @@ def built(
         hidden = backbone.run_blocks(target, config, params, *inputs, num_draft=num_draft)[:, 0]
         heat = sequences.sampling.temperature
         draft = left_to_right(head, siblings, params, noise, heat, hidden, anchor[:, 0], vocabulary)
-        return if_begun(published(draft, vocabulary, target.vocab_size), n), state
+        return if_begun(draft, n), state
 
     def commit(params, state, out, verdict):
         return entered(config, params, state, kv.take(out.features, verdict.path), verdict.num_accepted + 1)
@@ -109,7 +109,7 @@ def built(
     return Drafter(
         init=lambda params, batch, capacity: DFlashState(backbone.empty_cache(config, batch, capacity)),
         absorb=lambda params, state, sequences, out, count: entered(config, params, state, out.features, count),
-        propose=propose,
+        propose=drawing_within(target, vocabulary, propose),
         commit=commit,
         num_nodes=num_draft,
         depth=num_draft,
@@ -137,12 +137,12 @@ def left_to_right(
 
     From the first law that is none (NaN, no mass) on, nodes are absent.
     """
-    (b, k), hear = hidden.shape[:2], heard(noise, vocabulary)
+    b, k = hidden.shape[:2]
 
     def step(carry, at):
         (carried, token), (depth, row) = carry, at
         logits, sure, carried = head.step(params, carried, token, row)
-        drawn = siblings.draw(logits[:, None], temperature, hear, depth, 1)
+        drawn = siblings.draw(logits[:, None], temperature, noise, depth, 1)
         place, law, there = jax.tree.map(lambda x: x[:, 0, 0], drawn)
         return (carried, named(place, vocabulary)), (place, law, there, sure)
 

@@ -31,7 +31,7 @@ from specjax.drafters.dflash.facts import config_of, heads_facts, method_of, rea
 from specjax.drafters.dflash.naming import join, split
 from specjax.drafters.eagle.facts import Tensors, fact, rope_of
 from specjax.drafters.eagle.files import LEFT_OUT, embedding, vocabulary_of, weight_files
-from specjax.drafters.vocabulary import Ids, narrowed
+from specjax.drafters.vocabulary import Ids, seen_by
 from specjax.types import LanguageModel
 
 
@@ -134,7 +134,7 @@ def read_tensors(path: Path) -> Tensors:
 
 def check_copies(path: Path, tensors: Tensors, lm: Any, ids: Ids | None, order: Any) -> None:
     """ValueError for an embedding or a vocabulary head that is not the target's, within rounding; both are taken out."""
-    source = lm.model if ids is None else narrowed(lm.model, ids)
+    source = seen_by(lm.model, ids)
     own = {
         "embed_tokens.weight": (lambda: embedding(lm), slice(None)),
         "lm_head.weight": (lambda: np.asarray(source.unembed(lm.params, jnp.eye(lm.model.width))).T, order),

@@ -31,7 +31,7 @@ from specjax.drafters.layer import if_begun, tokens_after
 from specjax.drafters.medusa import Paths, chain_paths, choose_tree, static_tree
 from specjax.drafters.recipe import Batch, Recipe
 from specjax.drafters.siblings import SIBLINGS, Siblings, find_siblings
-from specjax.drafters.vocabulary import Ids, check, draft_size, heard, named, published
+from specjax.drafters.vocabulary import Ids, check, draft_size, drawing_within, named
 from specjax.models.layers import visible
 from specjax.types import Array, Draft, Drafter, KVCache, LanguageModel, Params
 
@@ -70,9 +70,8 @@ def eagle(
 
     def propose(noise, params, state, sequences):
         read, run = readers(target, config, vocabulary, params)
-        heat, hear = sequences.sampling.temperature, heard(noise, vocabulary)
-        draft, last = eagle_tree.static(tree, siblings, heat, hear, read, run, eagle_tree.root(*state))
-        return published(draft, vocabulary, target.vocab_size), last
+        heat = sequences.sampling.temperature
+        return eagle_tree.static(tree, siblings, heat, noise, read, run, eagle_tree.root(*state))
 
     depth = int(tree.depths.max())
     return built(
@@ -99,8 +98,7 @@ def eagle2(
         read, run = readers(target, config, vocabulary, params)
         how = dict(batch=len(state.recycled), depth=num_draft, width=top_k, num_nodes=nodes)
         (tokens, parents, scores), last = eagle_tree.dynamic(read, run, eagle_tree.root(*state), **how)
-        draft = Draft(tokens, parents, confidence=eagle_tree.confidence(parents, scores))
-        return published(draft, vocabulary, target.vocab_size), last
+        return Draft(tokens, parents, confidence=eagle_tree.confidence(parents, scores)), last
 
     return built(
         target, config, vocabulary, propose, num_nodes=nodes, depth=num_draft, children="point", chain=top_k == 1,
@@ -137,7 +135,7 @@ def built(
     return Drafter(
         init=init,
         absorb=absorb,
-        propose=drafted,
+        propose=drawing_within(target, vocabulary, drafted),
         commit=commit,
         num_nodes=num_nodes,
         depth=depth,

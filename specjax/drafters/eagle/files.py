@@ -38,7 +38,7 @@ from specjax.drafters.eagle.facts import (
 )
 from specjax.drafters.eagle.head import EagleConfig
 from specjax.drafters.eagle.naming import MASK, join, split
-from specjax.drafters.vocabulary import Ids, check, draft_size, narrowed, offsets
+from specjax.drafters.vocabulary import Ids, check, draft_size, offsets, seen_by
 from specjax.types import LanguageModel
 
 
@@ -200,7 +200,7 @@ def save_speculators(
         name: x for path, leaf in files.flat(params).items() for name, x in split(config, path, np.asarray(leaf)).items()
     }
     if not config.own_head:
-        source = lm.model if vocabulary is None else narrowed(lm.model, vocabulary)
+        source = seen_by(lm.model, vocabulary)
         tensors["lm_head.weight"] = np.asarray(source.unembed(lm.params, jnp.eye(config.width))).T
     rows = tensors.get("embed_tokens.weight", embedding(lm)).astype(tensors[f"{ATTENTION}.o_proj.weight"].dtype)
     if mask_token is not None:

@@ -24,7 +24,7 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters import files
 from specjax.drafters.layer import Layer, LayerConfig, config_of
-from specjax.drafters.vocabulary import Ids, narrowed
+from specjax.drafters.vocabulary import Ids, seen_by
 from specjax.models.layers import MLP, Attention, Columns, Linear, RMSNorm, RopeScaling, matmul, rope_frequencies
 from specjax.types import Array, KVCache, LanguageModel, Output, Params
 
@@ -223,7 +223,7 @@ def few_logits(target: LanguageModel, config: EagleConfig, vocabulary: Ids | Non
     """normed [..., D] -> logits [..., n] of the vocabulary's ids, or [..., V] where there is none."""
     if config.own_head:
         return matmul(normed, params.drafter["head"])
-    source = target if vocabulary is None else narrowed(target, vocabulary)
+    source = seen_by(target, vocabulary)
     return source.unembed(params.target, normed)
 
 

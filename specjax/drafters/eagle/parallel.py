@@ -29,7 +29,7 @@ from specjax.drafters.eagle.head import EagleConfig, features_of
 from specjax.drafters.layer import if_begun
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
-from specjax.drafters.vocabulary import Ids, check, heard, published
+from specjax.drafters.vocabulary import Ids, check, drawing_within
 from specjax.models.layers import Columns, visible
 from specjax.sampling import tempered
 from specjax.types import Array, Drafter, KVCache, LanguageModel, Params
@@ -72,14 +72,14 @@ def peagle(target: LanguageModel, *, config: EagleConfig, num_draft: int, vocabu
 
     def propose(noise, params, state, sequences):
         logits = eagle_head.few_logits(target, config, vocabulary, params, state.normed)
-        laws, hear = jnp.swapaxes(tempered(logits, sequences.sampling.temperature), 0, 1), heard(noise, vocabulary)
-        draft = chain_draft(jnp.stack([pick(laws[i], hear(i + 1)[:, 0]) for i in range(num_draft)]), laws)
-        return if_begun(published(draft, vocabulary, target.vocab_size), state.cache.length), state
+        laws = jnp.swapaxes(tempered(logits, sequences.sampling.temperature), 0, 1)
+        draft = chain_draft(jnp.stack([pick(laws[i], noise(i + 1)[:, 0]) for i in range(num_draft)]), laws)
+        return if_begun(draft, state.cache.length), state
 
     return Drafter(
         init=init,
         absorb=absorb,
-        propose=propose,
+        propose=drawing_within(target, vocabulary, propose),
         commit=commit,
         num_nodes=num_draft,
         depth=num_draft,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.drafters.eagle.head import EagleConfig, module_init
 from specjax.drafters.layer import taken_over
-from specjax.drafters.vocabulary import Ids, narrowed
+from specjax.drafters.vocabulary import Ids, seen_by
 from specjax.types import Array, LanguageModel
 
 
@@ -24,7 +24,7 @@ def params_init(
     params |= {"embedding": every} if config.own_embedding else {}
     if not config.own_head:
         return params
-    source = target if vocabulary is None else narrowed(target, vocabulary)
+    source = seen_by(target, vocabulary)
     return {**params, "head": source.unembed(target_params, jnp.eye(target.width))}
 
 
