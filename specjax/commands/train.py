@@ -128,7 +128,7 @@ def work_of(command: Drafter) -> Work:
     options = recipes.parse_options(command.recipe, command.option)
     work = Work(
         command.recipe, command.num_draft, how, options, length=command.length, batch=command.batch,
-        prompts=command.judge_prompts, dtype=command.dtype, draft_vocabulary=command.draft_vocabulary,
+        prompts=command.judge_prompts, start=command.start, dtype=command.dtype, draft_vocabulary=command.draft_vocabulary,
     )  # fmt: skip
     return smoke(work) if command.smoke else work
 

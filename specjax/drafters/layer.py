@@ -123,6 +123,12 @@ def over_rows(config: LayerConfig, params, hidden: Array, segments: Array) -> Ar
     return apply(config, params, hidden, cache.k[0], cache.v[0], cache.length, positions, causal)[0]
 
 
+def no_columns(config: Any, batch: int, queries: int) -> Columns:
+    """What the second of several unrolled steps sees beside the first one's keys: nothing yet (see `layers.Columns`)."""
+    nothing = jnp.zeros((batch, queries, config.kv_heads, 0, config.head_dim))
+    return Columns(nothing, nothing)
+
+
 def empty(config: LayerConfig, layers: int, batch: int, capacity: int) -> LayerState:
     """The state before anything has run."""
     cache = kv.allocate(layers=layers, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim, capacity=capacity)

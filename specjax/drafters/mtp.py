@@ -25,11 +25,11 @@ from flax import linen as nn
 from specjax import cache as kv
 from specjax.drafters import files, objectives
 from specjax.drafters.base import LoadedDrafter, card
-from specjax.drafters.layer import block, filled, if_begun, taken_over, tokens_after
+from specjax.drafters.layer import block, filled, if_begun, no_columns, taken_over, tokens_after
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
 from specjax.drafters.vocabulary import drawing_within, named, seen_by
-from specjax.models.layers import Linear, RMSNorm, RopeScaling, visible
+from specjax.models.layers import Columns, Linear, RMSNorm, RopeScaling, visible
 from specjax.sampling import tempered
 from specjax.types import Array, Drafter, KVCache, LanguageModel
 
@@ -111,16 +111,16 @@ class MTP(nn.Module):
     config: MTPConfig
 
     @nn.compact
-    def __call__(self, embedded, hidden, k, v, at, positions, seen):
+    def __call__(self, embedded, hidden, k, v, at, positions, seen, columns=None):
         c, norm = self.config, functools.partial(RMSNorm, self.config.norm_eps)
         both = norm(name="embed_norm")(embedded), norm(name="hidden_norm")(hidden)
         x = Linear((c.width,), name="proj")(jnp.concatenate(both if c.embedding_first else both[::-1], -1))
-        x, k, v = block(c, x, k, v, at, positions, seen)
+        x, k, v = block(c, x, k, v, at, positions, seen, columns)
         normed = norm(name="norm")(x)
         return (normed if c.recycle_normed else x, normed), k, v
 
 
-def apply(config: MTPConfig, params, *inputs: Array) -> tuple[tuple[Array, Array], Array, Array]:
+def apply(config: MTPConfig, params, *inputs: Any) -> tuple[tuple[Array, Array], Array, Array]:
     """The module as a function."""
     return cast(Any, MTP(config).apply({"params": params}, *inputs))
 
@@ -203,18 +203,19 @@ def unrolled_scores(
 
 
 def unrolled(config: MTPConfig, params, target: LanguageModel, target_params, batch: Batch, steps: int) -> list[Array]:
-    """What the module gives after its last norm, [B, T, D] for each step: step j at position t predicts token t + j + 2."""
-    b, t = batch.tokens.shape
+    """What the module gives after its last norm, [B, T, D] for each step: step j at position t predicts token t + j + 2.
+
+    The keys of step 0 serve all steps, and each later one adds a column: what it made at t only the steps at t may see.
+    """
     positions, causal = layout(batch.segments)
-    own = jnp.broadcast_to(jnp.eye(t, dtype=bool)[None], (b, t, t))
-    recycled, results = batch.output.hidden, []
-    k, v = (x[0] for x in empty(config, (), b, 0).cache[:2])
+    recycled, results, columns = batch.output.hidden, [], None
+    cache, at = empty(config, (), *batch.tokens.shape).cache, jnp.zeros(len(batch.tokens), jnp.int32)
+    k, v = cache.k[0], cache.v[0]
     for j in range(steps):
-        new = empty(config, (), b, t).cache
-        k, v = jnp.concatenate([k, new.k[0]], -1), jnp.concatenate([v, new.v[0]], -2)
-        seen, at = jnp.concatenate([causal] + [own] * j, -1), jnp.full(b, j * t, jnp.int32)
         embedded = target.embed(target_params, objectives.ahead(batch.tokens, j + 1))
-        (recycled, normed), k, v = apply(config, params, embedded, recycled, k, v, at, positions + j, seen)
+        (recycled, normed), *new = apply(config, params, embedded, recycled, k, v, at, positions + j, causal, columns)
+        k, v = new if j == 0 else (k, v)
+        columns = no_columns(config, *batch.tokens.shape) if j == 0 else Columns(*new)
         results.append(normed)
     return results
 

@@ -88,6 +88,8 @@ class Drafter:
     """Of parameters, of the order of rows, and of all else that is drawn."""
     option: Repeated = ()
     """NAME=VALUE of the recipe's own options; may be repeated."""
+    start: str | None = None
+    """The directory of a saved drafter to begin from, which brings its draft vocabulary; the optimizer begins anew."""
     draft_vocabulary: int | None = None
     """Draft only so many of the target's tokens, the most frequent of the corpus; all if not given."""
     features: str | None = None

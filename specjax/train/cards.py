@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from specjax.drafters.vocabulary import Ids
 from specjax.models.load import LM
 from specjax.train.corpus import Corpus
 from specjax.train.digests import digest
+from specjax.train.start import Start
 from specjax.train.work import Split, Work
 
 JUDGED = {"held_out_loss": "held-out loss", "tau_t0": "tau, greedy", "tau_t1": "tau at temperature 1"}
@@ -52,6 +54,7 @@ DRAFTER = """# {recipe} for {target}
 | data | {data} |
 | held out | {held} |
 | trained parameters | {size:,}, written in {dtype} |
+| begun from | {begun_from} |
 | seen | {seen:,} tokens: {steps} updates of {batch} rows of {length} |
 | optimizer | AdamW, peak {peak}, warm-up {warmup}, cosine to {floor} of it, weight decay {weight_decay}, clip {clip}, seed {seed} |
 | hours | {hours:.2f}, judging included |
@@ -93,7 +96,7 @@ def over_training(journal: Sequence[Mapping[str, float]]) -> str:
 
 def drafter_card(
     lm: LM, work: Work, data: Split, journal: Sequence[Mapping[str, Any]], *, method: str, size: int, hours: float,
-    command: str, share: float = 1.0, mass: float = 1.0,
+    command: str, ids: Ids | None = None, share: float = 1.0, mass: float = 1.0, begun: Start | None = None,
 ) -> str:  # fmt: skip
     """card.md of a trained drafter.
 
@@ -106,17 +109,21 @@ def drafter_card(
       size: how many numbers were trained.
       hours: that it took.
       command: that made it.
+      ids: its draft vocabulary.
       share: of the tokens to predict that its vocabulary covers.
       mass: of the target's law on held-out text that it covers.
+      begun: the saved drafter that training began from.
     """
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     vocabulary = "all of the target's"
-    if work.draft_vocabulary is not None:
-        vocabulary = f"its {work.draft_vocabulary:,} most frequent tokens, {share:.2%} of those to predict"
+    if ids is not None:
+        which = "most frequent tokens" if begun is None else "tokens of the drafter it began from"
+        vocabulary = f"its {len(ids):,} {which}, {share:.2%} of those to predict"
         vocabulary += f" and {mass:.2%} of the target's probability on held-out text"
     facts = {
         **work._asdict(), **work.settings._asdict(), "method": method, "target": lm.name or "a target without a name",
         "vocabulary": vocabulary,
+        "begun_from": "the recipe's first parameters" if begun is None else f"{begun.directory}, sha256 {begun.digest}",
         "layers": lm.config.layers, "width": lm.model.width, "vocab_size": lm.model.vocab_size, "versions": versions(),
         "options": "".join(f", {name} {value}" for name, value in options.items()), "command": command or "the library",
         "data": described(data.train), "held": described(data.held_out), "size": size, "hours": hours,

@@ -262,9 +262,14 @@ def save(
 
     Of a recipe that tunes the target, `load` takes the directory, and its drafter/ is the weights.
     """
-    entry = find(name)
     check_dtype(name, dtype)
-    config = {"method": entry.method, "num_draft": num_draft, "target": lm.name}
-    config |= {"vocab_size": lm.model.vocab_size, "width": lm.model.width, **entry.config(lm, options)}
+    config = facts(name, lm, num_draft=num_draft, options=options)
     config |= {} if vocabulary is None else {"vocabulary": vocabulary}
-    entry.save(directory, lm, params, options, config, dtype=dtype)
+    find(name).save(directory, lm, params, options, config, dtype=dtype)
+
+
+def facts(name: str, lm: LM, *, num_draft: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of a drafter that the recipe `name` trains for a target, but for its draft vocabulary."""
+    entry = find(name)
+    known = {"method": entry.method, "num_draft": num_draft, "target": lm.name}
+    return known | {"vocab_size": lm.model.vocab_size, "width": lm.model.width, **entry.config(lm, options)}

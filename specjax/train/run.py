@@ -19,7 +19,7 @@ from specjax.drafters.recipe import Recipe
 from specjax.drafters.siblings import SIBLINGS
 from specjax.drafters.vocabulary import Ids, frequent
 from specjax.models.load import LM
-from specjax.train import corpus, recipes
+from specjax.train import corpus, recipes, start
 from specjax.train.cards import drafter_card
 from specjax.train.checks import check, check_labels, check_target, check_vocabulary
 from specjax.train.corpus import keep_to, planned
@@ -78,10 +78,12 @@ def train(
     check_target(lm, work)
     check_labels(work, data)
     check_vocabulary(lm, data)
-    directory, facts = Path(directory), plan(lm, work, data)
+    begun = start.find(lm, work)
+    directory, facts = Path(directory), plan(lm, work, data, begun)
     planned(directory / "run" / "plan.json", facts)
-    ids, share = drafted_ids(lm, work, data.train)
+    ids, share = drafted_ids(lm, work, data.train, begun)
     recipe = recipes.build(work.recipe, lm, num_draft=work.num_draft, options=work.options, vocabulary=ids)
+    recipe = recipe if begun is None else start.begun_from(recipe, begun, lm, work)
     jax.eval_shape(recipe.init, jax.random.key(0), lm.params)  # parts that do not fit together are found now
     rows = batches(data.train, length=work.length, batch=work.batch, seed=work.settings.seed)
     judging, looked_at = judges(recipe, lm, work, data.held_out), stretches_of(data.held_out, 4, 32)
@@ -106,24 +108,26 @@ def train(
     method = recipes.find(work.recipe).method
     held = batches(data.held_out, length=work.length, batch=work.batch, seed=0)
     mass = 1.0 if ids is None else kept_mass(lm.model, lm.params, ids, held, steps=4)
-    about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command, share=share, mass=mass)
+    about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command, begun=begun, ids=ids)
+    about |= {"share": share, "mass": mass}
     text = drafter_card(lm, work, data, journal, **about)
     if distributed.first():
         (goal / "card.md").write_text(text, "utf-8")
     return Trained(goal, params, journal[-1], hours)
 
 
-def drafted_ids(lm: LM, work: Work, data: corpus.Corpus) -> tuple[Ids | None, float]:
-    """The draft vocabulary that was asked for, and the share of the tokens to predict that it covers."""
-    if work.draft_vocabulary is None:
-        return None, 1.0
-    if work.draft_vocabulary > lm.model.vocab_size:
+def drafted_ids(lm: LM, work: Work, data: corpus.Corpus, begun: start.Start | None) -> tuple[Ids | None, float]:
+    """The draft vocabulary that was asked for or begun with, and the share of the tokens to predict that it covers."""
+    size, given = work.draft_vocabulary, None if begun is None else begun.vocabulary
+    if size is not None and size > lm.model.vocab_size:
         raise ValueError(
             f"draft_vocabulary {work.draft_vocabulary} > {lm.model.vocab_size}, the target's: ask for fewer tokens"
         )
     stretch = slice(int(data.starts[0]), int(data.starts[-1]))
     tokens = data.tokens[stretch] if data.mask is None else data.tokens[stretch][data.mask[stretch]]
-    return frequent(tokens, work.draft_vocabulary, lm.model.vocab_size)
+    if given is not None:
+        return given, float(np.isin(tokens, given).mean())
+    return (None, 1.0) if size is None else frequent(tokens, size, lm.model.vocab_size)
 
 
 def judges(recipe: Recipe, lm: LM, work: Work, held: corpus.Corpus) -> list[Evaluate]:
@@ -185,10 +189,11 @@ def stretches_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]
     return found
 
 
-def plan(lm: LM, work: Work, data: Split) -> dict:
-    """Everything that a run depends on; options that are functions by their names."""
+def plan(lm: LM, work: Work, data: Split, begun: start.Start | None = None) -> dict:
+    """Everything that a run depends on; options that are functions by their names, what it begins from by its digest."""
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     facts = {**work._asdict(), "options": options, "settings": {n: getattr(work.settings, n) for n in MATTERS}}
     del facts["dtype"]  # the same run may be written in several
+    facts = {**facts, "start": None if begun is None else begun.digest}
     target = [lm.name, str(lm.config), fingerprint(sharding.whole(lm.params), lm.config)]
     return {**facts, "target": target, "train": digest(data.train), "held_out": digest(data.held_out)}

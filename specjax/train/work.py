@@ -22,6 +22,7 @@ class Work(NamedTuple):
     prompts: int = 16  # held-out prompts that tau is measured on
     new_tokens: int = 64  # that each of them is continued by
     draft_vocabulary: int | None = None  # how many of the target's tokens, the most frequent, are drafted; None = all
+    start: str | None = None  # the directory of a saved drafter to begin from; None: the recipe's own first parameters
     dtype: str = "float32"  # one of recipes.DTYPES: numbers that the trained weights are written in
 
 

@@ -9,7 +9,7 @@ import tiny_model
 
 from specjax import load, load_drafter
 from specjax.drafters import objectives
-from specjax.train import checks, corpus, recipes, run
+from specjax.train import checks, corpus, recipes, run, start
 from specjax.train.digests import vocabulary
 from specjax.train.loop import matrices
 from specjax.train.settings import Settings
@@ -104,6 +104,11 @@ def test_a_run(lm, data, tmp_path):
     assert (about["method"], about["vocab_size"], about["width"]) == ("medusa", 61, lm.model.width)
     with pytest.raises(ValueError, match="was begun with another options, settings: choose an empty directory"):
         run.train(lm, WORK._replace(options={}, settings=WORK.settings._replace(peak=1.0)), data, tmp_path)
+    begun = WORK._replace(start=str(done.directory), dtype="float32", settings=WORK.settings._replace(steps=1))
+    again = run.train(lm, begun, data, tmp_path / "again", progress=reports.append)
+    assert reports[5].step == 0 and reports[5].metrics["tau_t0"] == done.metrics["tau_t0"]
+    np.testing.assert_allclose(reports[5].metrics["held_out_loss"], done.metrics["held_out_loss"], rtol=0.02)  # int8 since
+    assert f"| begun from | {done.directory}, sha256 " in (again.directory / "card.md").read_text()
 
 
 SETTINGS = [
@@ -224,3 +229,47 @@ def test_held_out_documents(data, tmp_path):
         read_split(tmp_path / "one")
     with pytest.raises(ValueError, match="their first token is one to predict"):
         run.prompts_of(corpus.read(tmp_path / "one")._replace(mask=np.asarray([True, True])), 1, 2)
+
+
+@pytest.mark.parametrize("name", ["mtp", "small", "hydra++", "eagle3"])
+def test_a_run_begins_from_what_was_saved(name, lm, tmp_path):
+    """In float32, with its draft vocabulary; what was trained otherwise, or has parts missing, is refused."""
+    options, ids = {"small": {"layers": 2}}.get(name, {}), None if name == "small" else tuple(range(3, 40))
+    recipe = recipes.build(name, lm, num_draft=2, options=options, vocabulary=ids)
+    params = jax.tree.map(lambda x: x + 1 / 4, jax.jit(recipe.init)(jax.random.key(0), lm.params))
+    recipes.save(
+        tmp_path, name, lm, recipe.assemble(params, lm.params), num_draft=2, options=options, dtype="float16", vocabulary=ids
+    )
+    work = WORK._replace(recipe=name, options=options, start=str(tmp_path))
+    begun = start.find(lm, work)
+    assert begun.vocabulary == ids and len(begun.digest) == 64
+    first = start.begun_from(recipe, begun, lm, work).init(jax.random.key(1), lm.params)
+    assert {x.dtype.name for x in jax.tree.leaves(first)} == {"float32"}
+    assert equal(
+        first, jax.tree.map(lambda x, m: x.astype(np.float16) if m or name == "small" else x, params, matrices(params))
+    )
+    for other, message in (
+        (dict(recipe="medusa", options={}), "holds a drafter of method|architecture|is not what"),
+        (dict(recipe="medusa_2"), "tunes its target too: begin it without"),
+        (dict(draft_vocabulary=8), "brings its own, leave it out"),
+        (dict(start=str(tmp_path / "none")), "no config.json|no such file"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            start.find(lm, work._replace(**other))
+
+
+def test_a_start_of_other_flags_is_refused(lm, tmp_path):
+    """config.json says what shapes do not: which half comes first, what is recycled; a model, how many layers."""
+    recipe = recipes.build("mtp", lm, num_draft=2, options={})
+    both = recipe.assemble(jax.jit(recipe.init)(jax.random.key(0), lm.params), lm.params)
+    recipes.save(tmp_path, "mtp", lm, both, num_draft=2, options={}, dtype="float32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"recycle_normed": False}))
+    with pytest.raises(ValueError, match="has recycle_normed False, which is not what would be trained"):
+        start.find(lm, WORK._replace(recipe="mtp", options={}, start=str(tmp_path)))
+    recipe = recipes.build("small", lm, num_draft=2, options={"layers": 2})
+    both = recipe.assemble(jax.jit(recipe.init)(jax.random.key(0), lm.params), lm.params)
+    recipes.save(tmp_path / "model", "small", lm, both, num_draft=2, options={"layers": 2}, dtype="float32")
+    work = WORK._replace(recipe="small", options={"layers": 1}, start=str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="is a model of another layers"):
+        start.begun_from(recipe, start.find(lm, work), lm, work)

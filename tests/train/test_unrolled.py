@@ -18,14 +18,16 @@ class Spy:
     """Which keys each entry of each call of the module saw, and at which position it stood."""
 
     def __init__(self):
-        self.seen, self.positions = [], []
+        self.seen, self.positions, self.columns = [], [], []
 
     def __enter__(self):
         real = mtp.apply
 
         def noted(config, params, *inputs):
-            self.positions.append(np.asarray(inputs[-2]))
-            self.seen.append(np.asarray(inputs[-1]))
+            positions, seen, *columns = inputs[5:]
+            self.positions.append(np.asarray(positions))
+            self.seen.append(np.asarray(seen))
+            self.columns.append(0 if columns in ([], [None]) else columns[0].k.shape[3] + 1)  # the new one too, each its own
             return real(config, params, *inputs)
 
         self.both = mock.patch.object(mtp, "apply", noted), jax.disable_jit()
@@ -51,8 +53,9 @@ def test_R09_an_unrolled_step_sees_what_drafting_sees():
     with Spy() as training:
         mtp.unrolled(h.MTP_CONFIG, params.drafter, h.TARGET, params.target, batch, STEPS)
     trained = np.zeros((STEPS, T, STEPS, T), bool)
-    for j, seen in enumerate(training.seen):
-        trained[j, :, : j + 1] = seen[0].reshape(T, j + 1, T)
+    for j, (seen, columns) in enumerate(zip(training.seen, training.columns, strict=True)):
+        trained[j, :, 0] = seen[0]
+        trained[j, :, 1 : columns + 1] = np.eye(T, dtype=bool)[:, None]
 
     drafter, served, size = h.drafter("mtp", STEPS), np.zeros_like(trained), T + STEPS
     heat = h.sampling.stack([h.SamplingParams()] * T, h.V)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import objectives
 from specjax.drafters.eagle.head import EagleConfig, embed, empty_cache, features_of, fuse, step
+from specjax.drafters.layer import no_columns
 from specjax.drafters.objectives import ahead, behind
 from specjax.drafters.recipe import Batch, labels, layout
 from specjax.drafters.vocabulary import Ids, places
@@ -41,17 +42,11 @@ def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array
     one = jax.checkpoint(functools.partial(step, config))
     hidden = fuse(config, params, features)
     (hidden, normed), k, v = one(params, embedded[0], hidden, cache.k, cache.v, at, positions, causal)
-    results, own = [normed], no_columns(config, b, t)
+    results, own = [normed], (no_columns(config, b, t),) * config.layers
     for j, x in enumerate(embedded[1:], 1):
         (hidden, normed), *new = one(params, x, hidden, k, v, at, positions + j, causal, own)
         results, own = [*results, normed], tuple(map(Columns, *new))
     return results
-
-
-def no_columns(config: EagleConfig, batch: int, queries: int) -> tuple[Columns, ...]:
-    """Of each layer the columns of the first step, which has none."""
-    nothing = jnp.zeros((batch, queries, config.kv_heads, 0, config.head_dim))
-    return (Columns(nothing, nothing),) * config.layers
 
 
 def scores(

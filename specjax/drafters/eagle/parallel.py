@@ -26,7 +26,7 @@ from specjax.drafters.eagle import loss as eagle_loss
 from specjax.drafters.eagle import start as eagle_start
 from specjax.drafters.eagle.drafter import read_module, takers
 from specjax.drafters.eagle.head import EagleConfig, features_of
-from specjax.drafters.layer import if_begun
+from specjax.drafters.layer import if_begun, no_columns
 from specjax.drafters.recipe import Batch, Recipe, labels, layout
 from specjax.drafters.small import chain_draft, pick
 from specjax.drafters.vocabulary import Ids, check, drawing_within
@@ -182,7 +182,7 @@ def unmasked(
     one = jax.checkpoint(functools.partial(eagle_head.step, config))
     hidden = eagle_head.fuse(config, params, features)
     (_, normed), k, v = one(params, embedded, hidden, cache.k, cache.v, at, positions, causal)
-    results, own = [normed], eagle_loss.no_columns(config, b, t)
+    results, own = [normed], (no_columns(config, b, t),) * config.layers
     for j, anchor in enumerate(anchors, 1):
         n = anchor.shape[1]
         masks = [jnp.broadcast_to(x[None, None], (b, n, len(x))) for x in eagle_head.mask(config, params)]
