@@ -41,8 +41,8 @@ class Roving:
     def __init__(self, seed, num_draft):
         self.rng, self.num_draft = np.random.default_rng(seed), num_draft
 
-    def admit(self, slot, rows):
-        return self.rng.random() < 0.8
+    def admit(self, slots, rows):
+        return self.rng.random(len(slots)) < 0.8
 
     def plan(self, rows):
         kind = self.rng.integers(0, 6)

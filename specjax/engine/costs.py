@@ -32,9 +32,9 @@ class Told:
     def __init__(self, count: int | None = None, *, keep_up: bool = False) -> None:
         self.count, self.keep_up = count, keep_up
 
-    def admit(self, slot: int, rows: Rows) -> bool:
+    def admit(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
         """Drafters read prompts where they will be asked for drafts, or keep up."""
-        return self.count is not None or self.keep_up
+        return np.full(len(slots), self.count is not None or self.keep_up)
 
     def plan(self, rows: Rows) -> Plan:
         return Plan(None if self.count is None else np.where(rows.active, self.count, 0).astype(np.int32), self.keep_up)

@@ -33,11 +33,11 @@ class Drafting:
         """All that `rounds` may name."""
         return list(dict.fromkeys([self._build, self._keeping_up, self._left_behind]))
 
-    def admit(self, slot: int, held: Sequence[Request | None]) -> None:
-        """Another request has the slot."""
-        self._behind[slot] = False
-        if self._planner is not None:
-            self._behind[slot] = not self._planner.admit(slot, self._rows(held, 0))
+    def admit(self, slots: list[int], held: Sequence[Request | None]) -> None:
+        """Other requests have these slots."""
+        self._behind[slots] = False
+        if self._planner is not None and slots:
+            self._behind[slots] = ~self._planner.admit(slots, self._rows(held, 0))
 
     def fill(self, slot: int) -> device.Build:
         """What reads the prompt there."""

@@ -209,14 +209,14 @@ class Engine:
 
     def _admit(self) -> None:
         """First come, first served."""
-        for slot, request in enumerate(self._slots):
-            if request is None and self._waiting:
-                new = self._waiting.popleft()
-                state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
-                self._state = self._settled(state)
-                self._slots[slot] = new
-                new.admitted(self._clock())
-                self._drafting.admit(slot, self._slots)
+        free = [slot for slot, request in enumerate(self._slots) if request is None][: len(self._waiting)]
+        for slot in free:
+            new = self._waiting.popleft()
+            state = device.admit(self._params, self._state, np.int32(slot), new.ask, build=self._build)
+            self._state = self._settled(state)
+            self._slots[slot] = new
+            new.admitted(self._clock())
+        self._drafting.admit(free, self._slots)
 
     def _fill(self) -> int:
         """A chunk of each of the prompts that came first; tokens of them all."""

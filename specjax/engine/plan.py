@@ -8,6 +8,7 @@ The policy sees what earlier rounds accepted and nothing of the drafts that it d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,8 +39,11 @@ class Plan(NamedTuple):
 class Planner(Protocol):
     """What an engine asks, by slots."""
 
-    def admit(self, slot: int, rows: Rows) -> bool:
-        """Another request has the slot: whether a drafter reads its prompt; if not, it decodes without drafts to its end."""
+    def admit(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
+        """Other requests have these slots, all at once: for each, whether a drafter reads its prompt [n] bool.
+
+        If not, it decodes without drafts to its end.
+        """
         ...
 
     def plan(self, rows: Rows) -> Plan:
@@ -73,17 +77,18 @@ class PolicyPlanner:
         self._quiet = 0  # stretches since anything was last drafted
         self._probe: int | None = None  # the slot of one that is still to be looked at
 
-    def admit(self, slot: int, rows: Rows) -> bool:
-        """It is taken for what all requests were together."""
-        self._history = acceptance.forgotten(self._history, slot)
-        if self._probe is not None and (self._probe == slot or not rows.held[self._probe]):
+    def admit(self, slots: Sequence[int], rows: Rows) -> np.ndarray:
+        """They are taken for what all requests were together."""
+        self._history = acceptance.forgotten(self._history, slots)
+        if self._probe is not None and (self._probe in slots or not rows.held[self._probe]):
             self._probe = None  # it has gone
-        waits = self._probe is not None  # one look at a time
+        waits, drafting = self._probe is not None, np.ones(len(slots), bool)  # one look at a time
         if self._ask(rows, rows.held, 0 if waits else self._quiet) is None:
-            return False
+            return ~drafting
         if not waits and self._ask(rows, rows.held, 0) is None:
-            self._probe = slot
-        return True
+            self._probe = slots[0]
+            drafting[1:] = False
+        return drafting
 
     def plan(self, rows: Rows) -> Plan:
         """As the policy wants it, for those who can be drafted for; a token each at least, or nothing would be learnt."""

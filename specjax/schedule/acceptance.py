@@ -11,6 +11,7 @@ What is decided from these numbers keeps the law: they are known before a draft 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +33,11 @@ def nothing_yet(slots: int, num_draft: int) -> History:
     return History(*(np.zeros(shape) for shape in ((slots, num_draft),) * 2 + ((num_draft,),) * 2))
 
 
-def forgotten(history: History, slot: int) -> History:
-    """Another request has the slot."""
+def forgotten(history: History, slots: Sequence[int]) -> History:
+    """Other requests have these slots."""
     rows = [x.copy() for x in history[:2]]
     for x in rows:
-        x[slot] = 0
+        x[list(slots)] = 0
     return history._replace(reached=rows[0], kept=rows[1])
 
 

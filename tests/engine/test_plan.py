@@ -38,8 +38,8 @@ class Script:
     def __init__(self, *plans):
         self.plans = list(plans)
 
-    def admit(self, slot, rows):
-        return True
+    def admit(self, slots, rows):
+        return np.ones(len(slots), bool)
 
     def plan(self, rows):
         return self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
@@ -54,8 +54,8 @@ class Roving(Script):
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
 
-    def admit(self, slot, rows):
-        return self.rng.random() < 0.7
+    def admit(self, slots, rows):
+        return self.rng.random(len(slots)) < 0.7
 
     def plan(self, rows):
         kind = self.rng.integers(0, 6)
@@ -177,8 +177,8 @@ class Switch(Script):
 
     on = True
 
-    def admit(self, slot, rows):
-        return self.on
+    def admit(self, slots, rows):
+        return np.full(len(slots), self.on)
 
     def plan(self, rows):
         return Plan(np.full(4, 3)) if self.on else Plan(None, keep_up=False)
@@ -303,38 +303,57 @@ def taught(one, accepted, rounds=200):
     return one
 
 
+def let_in(one, slot, at):
+    """Whether a request that comes alone to a slot is drafted for."""
+    return bool(one.admit([slot], at)[0])
+
+
 def test_it_drafts_while_that_pays_and_stops_when_not():
     """Drafting costs half a pass: with everything accepted it pays, with nothing it does not."""
     one = planner(0.5)
-    assert one.admit(0, rows()) and one.plan(rows()).lengths.tolist() == [3, 3], "all is taken to be accepted at first"
+    assert let_in(one, 0, rows()) and one.plan(rows()).lengths.tolist() == [3, 3], "all is taken to be accepted at first"
     assert taught(one, 3, 20).plan(rows()).lengths.tolist() == [3, 3]
-    assert taught(one, 0).plan(rows()) == OFF and not one.admit(0, rows())
+    assert taught(one, 0).plan(rows()) == OFF and not let_in(one, 0, rows())
 
 
 def test_who_comes_when_drafting_does_not_pay_comes_without():
     """After 10 stretches without drafts the next request is a probe, and no other until it was looked at."""
     one = taught(planner(0.5), 0)
-    assert {one.plan(rows()) for _ in range(9)} == {OFF} and not one.admit(1, rows())
-    assert one.plan(rows(~BOTH)) == OFF and one.admit(1, rows()) and not one.admit(0, rows())
+    assert {one.plan(rows()) for _ in range(9)} == {OFF} and not let_in(one, 1, rows())
+    assert one.plan(rows(~BOTH)) == OFF and let_in(one, 1, rows()) and not let_in(one, 0, rows())
     assert one.plan(rows(~BOTH, active=~SECOND)) == OFF, "its prompt is not in yet"
     assert one.plan(rows(SECOND)).lengths.tolist() == [0, 3] and one.plan(rows(SECOND)) == OFF
-    assert [one.plan(rows(~BOTH)) for _ in range(8)] == [OFF] * 8 and not one.admit(1, rows())
-    assert one.plan(rows(~BOTH)) == OFF and one.admit(0, rows())
+    assert [one.plan(rows(~BOTH)) for _ in range(8)] == [OFF] * 8 and not let_in(one, 1, rows())
+    assert one.plan(rows(~BOTH)) == OFF and let_in(one, 0, rows())
+
+
+def test_who_comes_together_is_asked_for_once():
+    """All with drafters where it pays, none where it does not, and one probe of them: a policy takes host time."""
+    one, asked = planner(0.5), []
+    policy = one._policy
+    one._policy = lambda view: asked.append(view) or policy(view)
+    assert one.admit([0, 1], rows()).tolist() == [True, True]
+    assert taught(one, 3).admit([1, 0], rows()).tolist() == [True, True]
+    asked.clear()
+    assert taught(one, 0).admit([0, 1], rows()).tolist() == [False, False] and len(asked) == 1
+    assert {one.plan(rows()) for _ in range(10)} == {OFF}
+    assert one.admit([1, 0], rows()).tolist() == [True, False] and one.admit([0], rows()).tolist() == [False]
+    assert one.plan(rows(SECOND)).lengths.tolist() == [0, 3], "slot 1 was the probe"
 
 
 def test_a_probe_that_goes_is_replaced():
     one = taught(planner(0.5), 0)
     for _ in range(10):
         one.plan(rows())
-    assert one.admit(1, rows()) and one.admit(1, rows()), "the first was cancelled, and its slot given to another"
-    assert one.admit(0, rows()._replace(held=~SECOND)), "that too, and its slot is free"
+    assert let_in(one, 1, rows()) and let_in(one, 1, rows()), "the first was cancelled, and its slot given to another"
+    assert let_in(one, 0, rows()._replace(held=~SECOND)), "that too, and its slot is free"
 
 
 def test_probes_change_its_mind():
     """Only the probes are seen to be accepted, one stretch in 11: then all come with drafters, who keep up until it pays."""
     one, asked = taught(planner(0.5), 0), []
     for _ in range(4000):
-        asked.append(one.admit(1, rows()))
+        asked.append(let_in(one, 1, rows()))
         able = SECOND & asked[-1]
         plan = one.plan(rows(able))
         if plan.lengths is not None:
@@ -346,7 +365,7 @@ def test_probes_change_its_mind():
 def test_where_no_draft_could_pay_nobody_is_looked_at():
     """Drafting costs four passes: four tokens for five passes are a loss, though all were accepted."""
     one = planner(4.0)
-    assert {one.plan(rows()) for _ in range(50)} == {OFF} and not one.admit(0, rows())
+    assert {one.plan(rows()) for _ in range(50)} == {OFF} and not let_in(one, 0, rows())
 
 
 def test_who_is_left_behind_is_not_drafted_for():
@@ -367,7 +386,7 @@ def test_each_request_has_its_own_acceptance():
     """The one whose drafts are refused is given fewer; the next in its slot is as all were together."""
     one = taught(planner(0.1, verify=(1.0, 1.7)), [3, 0], 40)
     assert one.plan(rows()).lengths.tolist() == [3, 0]
-    one.admit(1, rows())
+    let_in(one, 1, rows())
     assert one.plan(rows()).lengths[1] > 0
 
 
@@ -375,4 +394,4 @@ def test_a_threshold_is_a_policy_too():
     """It drafts every round: where it would verify nothing, one token of each is, or nothing more were learnt."""
     one = taught(planner(0.1, policy=policies.threshold(0.5)), 1, 40)
     assert one.plan(rows()).lengths.tolist() == [1, 1]
-    assert taught(one, 0).plan(rows()).lengths.tolist() == [1, 1] and one.admit(0, rows())
+    assert taught(one, 0).plan(rows()).lengths.tolist() == [1, 1] and let_in(one, 0, rows())

@@ -30,4 +30,4 @@ def test_it_forgets():
         for _ in range(60):
             history = learnt(history, np.full((1, 1), accepted), np.ones((1, 1), int))
     assert expected(history)[0, 0] < 0.15 and history.pool_kept[0] / history.pool_reached[0] > 0.3
-    assert expected(forgotten(history, 0))[0, 0] == pytest.approx((history.pool_kept[0] + 1) / (history.pool_reached[0] + 1))
+    assert expected(forgotten(history, [0]))[0, 0] == pytest.approx((history.pool_kept[0] + 1) / (history.pool_reached[0] + 1))
