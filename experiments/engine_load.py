@@ -8,7 +8,8 @@ Command:    python experiments/engine_load.py --method eagle3
 Run time:   8 minutes of one core beside other work, of which 3 compile
 Expected:   the figures of README.md beside this file
 
-Times of a busy machine: contenders take turns, ratios are paired.
+Times of a busy machine: contenders come in a new order each time, ratios are paired, and plain decoding runs twice over:
+its ratio to itself ("null") says what an interval here is worth.
 """
 
 from __future__ import annotations
@@ -47,25 +48,27 @@ def costs_of(case, stride, sweeps):
 
 
 def by_load(case, costs, loads, repeats, new, stride):
-    """The three at several loads by turns; the last over the better of the others."""
+    """The contenders at several loads, in a new order each time: load-aware lengths over the better of the others."""
     planner = PolicyPlanner(policies.fixed_budget(), costs, slots=SLOTS, num_draft=case.num_draft)
     field = {
         "plain": engine_of(case, case.plain, stride=stride),
         "fixed": engine_of(case, stride=stride),
         "load-aware": engine_of(case, planner=planner, stride=stride),
+        "plain again": engine_of(case, case.plain, stride=stride),
     }
-    out = {}
+    out, rng = {}, np.random.default_rng(0)
     for at_once in loads:
         taken = {name: [] for name in field}
         for r in range(repeats + 1):  # the first warms up
             asked = requests(case.lm, max(3, 3 * at_once // 2), 100 + r, new)
-            for name in sorted(field, key=lambda n, r=r: (list(field).index(n) + r) % len(field)):
+            for name in rng.permutation(list(field)).tolist():
                 taken[name] += [held_seconds(field[name], asked, at_once)]
         taken = {name: t[1:] for name, t in taken.items()}
         rows = {name: speed(t) for name, t in taken.items()}
         better = max(("plain", "fixed"), key=rows.__getitem__)
         out[at_once] = {"tokens_per_second": rows, "better": better, "ratio": ratio(taken["load-aware"], taken[better])}
         out[at_once]["fixed_over_plain"] = ratio(taken["fixed"], taken["plain"])
+        out[at_once]["null"] = ratio(taken["plain again"], taken["plain"])
     return out
 
 

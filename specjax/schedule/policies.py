@@ -55,11 +55,11 @@ def early_stop() -> Policy:
     return lambda view: lambda confidence: early_stop_lengths(confidence, view.table, _all(confidence), view.slots)
 
 
-def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
+def fixed_budget(*, probe_every: int = 64, probe_share: float = 0.01, slack: float = 0.02) -> Policy:
     """A budget from earlier confidences, given to the best tokens of this round; plain rounds where drafting does not pay.
 
     It drafts where nothing is known of any request, and after `probe_every` rounds without drafts or more, of whose time that
-    drafting takes a share of `slack` at most, so that what it knows does not grow old; never where drafts would not pay though
+    drafting takes `probe_share` at most, so that what it knows does not grow old; never where drafts would not pay though
     all were accepted.  A request that has not drafted yet is taken for the mean of those that have.  What is verified where
     that may not pay, or while prompts are left over, makes a round longer by a share of `slack` at most.
     """
@@ -72,7 +72,7 @@ def fixed_budget(*, probe_every: int = 64, slack: float = 0.02) -> Policy:
         known = np.where(unknown, likely[None], view.earlier).astype(view.table.verify.dtype)
         plan = plan_budget(known, view.table, _all(known), view.slots)
         pays = bool(plan.rate > plan.plain_rate) and not ignorant
-        old = view.quiet >= probe_every and _drafting(view) <= slack * view.quiet
+        old = view.quiet >= probe_every and _drafting(view) <= probe_share * view.quiet
         look = (ignorant or old) and _hopeful(view)
         if not (pays or look):
             return None  # before anything else is computed: a server asks often

@@ -285,7 +285,9 @@ def test_an_engine_is_timed_and_left_empty(monkeypatch):
 def planner(draft, *, policy=None, verify=(1.0, 1.0)):
     """Two slots, K = 3; a pass costs 1 up to 8 tokens unless said otherwise, drafting `draft`."""
     costs = cost_table([1, 8], verify, draft=[draft], dtype=np.float64)
-    return PolicyPlanner(policy or policies.fixed_budget(probe_every=10, slack=0.1), costs, slots=2, num_draft=3)
+    return PolicyPlanner(
+        policy or policies.fixed_budget(probe_every=10, probe_share=0.1, slack=0.1), costs, slots=2, num_draft=3
+    )
 
 
 BOTH, SECOND = np.ones(2, bool), np.asarray([False, True])

@@ -215,7 +215,9 @@ def test_a_budget_looks_after_quiet_rounds():
     trace, asked = Trace(np.full((4, 3), 0.01), np.zeros(4, int)), requests((0, 1, 60))
     for draft, drafted in ((1.0, [0, 1, 12, 23, 34, 45, 56]), (3.0, [0, 1, 17, 33, 49]), (7.0, [])):
         costs = cost_table([1, 2], [2.0, 2.0], draft=[draft], dtype=np.float64)
-        made = simulate.simulate(asked, trace, Server(costs, 1), policies.fixed_budget(probe_every=10, slack=0.1))
+        made = simulate.simulate(
+            asked, trace, Server(costs, 1), policies.fixed_budget(probe_every=10, probe_share=0.1, slack=0.1)
+        )
         assert np.flatnonzero(made.rounds.seconds > 2).tolist() == drafted
 
 
