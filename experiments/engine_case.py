@@ -48,6 +48,7 @@ class Case(NamedTuple):
 def source(parser, out):
     """Flags of every experiment here; `out` is the name of its file."""
     parser.add_argument("--model", default="testbed")
+    parser.add_argument("--weights-dtype", default="float32", help="of the target")
     parser.add_argument("--method", default="mtp", help="a chain that is packaged for the model")
     parser.add_argument("--num-draft", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(out), help="a .json file")
@@ -56,7 +57,7 @@ def source(parser, out):
 def loaded_case(args):
     """The models that flags name; compiled programs are kept."""
     keep_compiled(cache_dir() / "compiled")
-    lm = specjax.load(args.model)
+    lm = specjax.load(args.model, weights_dtype=args.weights_dtype)
     drafters = (specjax.load_drafter(method, lm, num_draft=args.num_draft) for method in (args.method, "plain"))
     return Case(lm, *drafters)
 

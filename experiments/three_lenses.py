@@ -25,13 +25,10 @@ from trained_methods import contender
 import specjax
 from specjax import zoo
 from specjax.drafters import METHODS
+from specjax.train.cards import SPENT
 
 NO_TRAINING = ("none", "training-free")
-FACTS = {
-    "trained": r"\| trained parameters \| ([\d,]*\d)",
-    "seen": r"\| seen \| ([\d,]*\d) tokens",
-    "hours": r"\| hours \| ([\d.]+)",
-}
+FACTS = {"trained": r"\| trained parameters \| ([\d,]*\d)", **SPENT}
 
 
 def slot_bytes(init):

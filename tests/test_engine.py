@@ -350,7 +350,7 @@ def test_a_long_prompt_stalls_nobody():
     short, long = engine.submit("a", max_new_tokens=60), engine.submit("b" * 65, max_new_tokens=5)
     for step in range(7):
         engine.step()
-        assert len(short.tokens) == 4 * (step + 1) and long.chunks == 7 - step and not long.tokens
+        assert len(short.tokens) == 4 * (step + 1) and long.left == 8 * (7 - step) and not long.tokens
     engine.step()
     assert long.tokens == [2, 3, 4, 5] and len(short.tokens) == 32
 

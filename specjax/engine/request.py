@@ -79,11 +79,6 @@ class Request:
         self._submitted, self._admitted = now, None
         self._times: list[float] = []
 
-    @property
-    def chunks(self) -> int:
-        """Passes of prefill that are still to be made."""
-        return -(-self.left // self._chunk)
-
     def read(self) -> int:
         """A pass of prefill has been made: tokens that it took."""
         count = min(self._chunk, self.left)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,14 +57,33 @@ DRAFTER = """# {recipe} for {target}
 | held out | {held} |
 | trained parameters | {size:,}, written in {dtype} |
 | begun from | {begun_from} |
-| seen | {seen:,} tokens: {steps} updates of {batch} rows of {length} |
+| seen | {seen:,} tokens{seen_before}: {steps} updates of {batch} rows of {length} |
 | optimizer | AdamW, peak {peak}, warm-up {warmup}, cosine to {floor} of it, weight decay {weight_decay}, clip {clip}, seed {seed} |
-| hours | {hours:.2f}, judging included |
+| hours | {hours:.2f}, judging included{hours_before} |
 
 Judged on held-out text: loss teacher-forced, tau (tokens a round) in decoding {prompts} prompts by {new_tokens} new tokens.
 
 {table}
 """  # noqa: E501
+
+
+SPENT = {"seen": r"\| seen \| ([\d,]*\d) tokens", "hours": r"\| hours \| ([\d.]+)"}
+"""Where a drafter's card says what was spent on it."""
+
+
+class Spent(NamedTuple):
+    """What went into a drafter's training, all runs together."""
+
+    seen: int  # tokens
+    hours: float
+
+
+def spent(directory: Path) -> Spent | None:
+    """What the card beside a drafter's weights says; None where there is none, or it does not say."""
+    card = directory / "card.md"
+    text = card.read_text("utf-8") if card.is_file() else ""
+    seen, hours = (re.search(pattern, text) for pattern in SPENT.values())
+    return None if seen is None or hours is None else Spent(int(seen[1].replace(",", "")), float(hours[1]))
 
 
 def versions() -> str:
@@ -123,10 +144,25 @@ def drafter_card(
     facts = {
         **work._asdict(), **work.settings._asdict(), "method": method, "target": lm.name or "a target without a name",
         "vocabulary": vocabulary,
-        "begun_from": "the recipe's first parameters" if begun is None else f"{begun.directory}, sha256 {begun.digest}",
+        **since(begun, int(journal[-1]["tokens"]), hours),
         "layers": lm.config.layers, "width": lm.model.width, "vocab_size": lm.model.vocab_size, "versions": versions(),
         "options": "".join(f", {name} {value}" for name, value in options.items()), "command": command or "the library",
-        "data": described(data.train), "held": described(data.held_out), "size": size, "hours": hours,
-        "seen": int(journal[-1]["tokens"]), "table": over_training(journal),
+        "data": described(data.train), "held": described(data.held_out), "size": size,
+        "table": over_training(journal),
     }  # fmt: skip
     return DRAFTER.format(**facts)
+
+
+def since(begun: Start | None, seen: int, hours: float) -> dict[str, Any]:
+    """What a card says of where training began, and of tokens and hours with those before it."""
+    if begun is None:
+        return dict(begun_from="the recipe's first parameters", seen=seen, hours=hours, seen_before="", hours_before="")
+    before = spent(begun.directory)
+    unknown = ", beside those before, which no card says"
+    return {
+        "begun_from": f"{begun.directory}, sha256 {begun.digest}",
+        "seen": seen + (before.seen if before else 0),
+        "seen_before": f", {before.seen:,} of them before" if before else unknown,
+        "hours": hours + (before.hours if before else 0.0),
+        "hours_before": f", {before.hours:.2f} of them before" if before else unknown,
+    }

@@ -245,7 +245,7 @@ def test_several_prompts_are_read_in_a_step():
     engine = engine_of(Told(0), fills=2)
     held = [engine.submit("a" * 17, max_new_tokens=2) for _ in range(3)]
     engine.step()
-    assert [r.chunks for r in held] == [1, 1, 2]
+    assert [r.left for r in held] == [8, 8, 16]
     with pytest.raises(ValueError, match="fills=0"):
         engine_of(Told(), fills=0)
 

@@ -9,7 +9,7 @@ import tiny_model
 
 from specjax import load, load_drafter
 from specjax.drafters import objectives
-from specjax.train import checks, corpus, recipes, run, start
+from specjax.train import cards, checks, corpus, recipes, run, start
 from specjax.train.digests import vocabulary
 from specjax.train.loop import matrices
 from specjax.train.settings import Settings
@@ -108,7 +108,9 @@ def test_a_run(lm, data, tmp_path):
     again = run.train(lm, begun, data, tmp_path / "again", progress=reports.append)
     assert reports[5].step == 0 and reports[5].metrics["tau_t0"] == done.metrics["tau_t0"]
     np.testing.assert_allclose(reports[5].metrics["held_out_loss"], done.metrics["held_out_loss"], rtol=0.02)  # int8 since
-    assert f"| begun from | {done.directory}, sha256 " in (again.directory / "card.md").read_text()
+    card, whole = (again.directory / "card.md").read_text(), cards.spent(again.directory)
+    assert f"| begun from | {done.directory}, sha256 " in card and "640 tokens, 512 of them before: 1 updates" in card
+    assert whole.seen == 640 and abs(whole.hours - done.hours - again.hours) <= 0.01
 
 
 SETTINGS = [
