@@ -124,7 +124,10 @@ def over_rows(config: LayerConfig, params, hidden: Array, segments: Array) -> Ar
 
 
 def no_columns(config: Any, batch: int, queries: int) -> Columns:
-    """What the second of several unrolled steps sees beside the first one's keys: nothing yet (see `layers.Columns`)."""
+    """No column yet: what the second of several unrolled steps sees beside the first one's keys, before it adds its own.
+
+    `config` has the fields of LayerConfig.
+    """
     nothing = jnp.zeros((batch, queries, config.kv_heads, 0, config.head_dim))
     return Columns(nothing, nothing)
 

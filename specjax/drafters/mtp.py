@@ -208,15 +208,14 @@ def unrolled(config: MTPConfig, params, target: LanguageModel, target_params, ba
     The keys of step 0 serve all steps, and each later one adds a column: what it made at t only the steps at t may see.
     """
     positions, causal = layout(batch.segments)
-    recycled, results, columns = batch.output.hidden, [], None
     cache, at = empty(config, (), *batch.tokens.shape).cache, jnp.zeros(len(batch.tokens), jnp.int32)
-    k, v = cache.k[0], cache.v[0]
-    for j in range(steps):
-        embedded = target.embed(target_params, objectives.ahead(batch.tokens, j + 1))
-        (recycled, normed), *new = apply(config, params, embedded, recycled, k, v, at, positions + j, causal, columns)
-        k, v = new if j == 0 else (k, v)
-        columns = no_columns(config, *batch.tokens.shape) if j == 0 else Columns(*new)
-        results.append(normed)
+    embedded = [target.embed(target_params, objectives.ahead(batch.tokens, j + 1)) for j in range(steps)]
+    first = embedded[0], batch.output.hidden, cache.k[0], cache.v[0], at, positions, causal
+    (recycled, normed), k, v = apply(config, params, *first)
+    results, own = [normed], no_columns(config, *batch.tokens.shape)
+    for j, x in enumerate(embedded[1:], 1):
+        (recycled, normed), *new = apply(config, params, x, recycled, k, v, at, positions + j, causal, own)
+        results, own = [*results, normed], Columns(*new)
     return results
 
 

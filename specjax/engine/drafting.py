@@ -37,7 +37,7 @@ class Drafting:
         """Other requests have these slots."""
         self._behind[slots] = False
         if self._planner is not None and slots:
-            self._behind[slots] = ~self._planner.admit(slots, self._rows(held, 0))
+            self._behind[slots] = np.logical_not(self._planner.admit(slots, self._rows(held, 0)))
 
     def fill(self, slot: int) -> device.Build:
         """What reads the prompt there."""

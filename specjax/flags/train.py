@@ -89,7 +89,8 @@ class Drafter:
     option: Repeated = ()
     """NAME=VALUE of the recipe's own options; may be repeated."""
     start: str | None = None
-    """The directory of a saved drafter to begin from, which brings its draft vocabulary; the optimizer begins anew."""
+    """The directory of a drafter that specjax saved, to begin from with its draft vocabulary and another optimizer; it must
+    stay as it is until the run has ended."""
     draft_vocabulary: int | None = None
     """Draft only so many of the target's tokens, the most frequent of the corpus; all if not given."""
     features: str | None = None

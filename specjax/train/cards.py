@@ -117,7 +117,7 @@ def over_training(journal: Sequence[Mapping[str, float]]) -> str:
 
 def drafter_card(
     lm: LM, work: Work, data: Split, journal: Sequence[Mapping[str, Any]], *, method: str, size: int, hours: float,
-    command: str, ids: Ids | None = None, share: float = 1.0, mass: float = 1.0, begun: Start | None = None,
+    command: str, ids: Ids | None, share: float, mass: float, begun: Start | None,
 ) -> str:  # fmt: skip
     """card.md of a trained drafter.
 

@@ -78,12 +78,15 @@ def train(
     check_target(lm, work)
     check_labels(work, data)
     check_vocabulary(lm, data)
-    begun = start.find(lm, work)
-    directory, facts = Path(directory), plan(lm, work, data, begun)
+    directory, begun = Path(directory), start.find(lm, work)
+    if begun is not None and begun.directory.resolve() == (directory / "drafter").resolve():
+        raise ValueError(f"start {begun.directory} is what the run would write over: choose another directory for the run")
+    facts = plan(lm, work, data, begun)
     planned(directory / "run" / "plan.json", facts)
     ids, share = drafted_ids(lm, work, data.train, begun)
     recipe = recipes.build(work.recipe, lm, num_draft=work.num_draft, options=work.options, vocabulary=ids)
-    recipe = recipe if begun is None else start.begun_from(recipe, begun, lm, work)
+    if begun is not None:
+        recipe = start.begun_from(recipe, begun, lm, work)
     jax.eval_shape(recipe.init, jax.random.key(0), lm.params)  # parts that do not fit together are found now
     rows = batches(data.train, length=work.length, batch=work.batch, seed=work.settings.seed)
     judging, looked_at = judges(recipe, lm, work, data.held_out), stretches_of(data.held_out, 4, 32)
@@ -118,16 +121,15 @@ def train(
 
 def drafted_ids(lm: LM, work: Work, data: corpus.Corpus, begun: start.Start | None) -> tuple[Ids | None, float]:
     """The draft vocabulary that was asked for or begun with, and the share of the tokens to predict that it covers."""
-    size, given = work.draft_vocabulary, None if begun is None else begun.vocabulary
-    if size is not None and size > lm.model.vocab_size:
-        raise ValueError(
-            f"draft_vocabulary {work.draft_vocabulary} > {lm.model.vocab_size}, the target's: ask for fewer tokens"
-        )
+    given = None if begun is None else begun.vocabulary
+    size = work.draft_vocabulary if given is None else len(given)
+    if size is None:
+        return None, 1.0
+    if size > lm.model.vocab_size:
+        raise ValueError(f"draft_vocabulary {size} > {lm.model.vocab_size}, the target's: ask for fewer tokens")
     stretch = slice(int(data.starts[0]), int(data.starts[-1]))
     tokens = data.tokens[stretch] if data.mask is None else data.tokens[stretch][data.mask[stretch]]
-    if given is not None:
-        return given, float(np.isin(tokens, given).mean())
-    return (None, 1.0) if size is None else frequent(tokens, size, lm.model.vocab_size)
+    return frequent(tokens, size, lm.model.vocab_size) if given is None else (given, float(np.isin(tokens, given).mean()))
 
 
 def judges(recipe: Recipe, lm: LM, work: Work, held: corpus.Corpus) -> list[Evaluate]:
@@ -189,11 +191,16 @@ def stretches_of(held: corpus.Corpus, count: int, length: int) -> list[list[int]
     return found
 
 
-def plan(lm: LM, work: Work, data: Split, begun: start.Start | None = None) -> dict:
+def plan(lm: LM, work: Work, data: Split, begun: start.Start | None) -> dict:
     """Everything that a run depends on; options that are functions by their names, what it begins from by its digest."""
     options = {name: getattr(value, "__name__", value) for name, value in work.options.items()}
     facts = {**work._asdict(), "options": options, "settings": {n: getattr(work.settings, n) for n in MATTERS}}
     del facts["dtype"]  # the same run may be written in several
-    facts = {**facts, "start": None if begun is None else begun.digest}
     target = [lm.name, str(lm.config), fingerprint(sharding.whole(lm.params), lm.config)]
-    return {**facts, "target": target, "train": digest(data.train), "held_out": digest(data.held_out)}
+    return {
+        **facts,
+        "start": start.facts(begun),
+        "target": target,
+        "train": digest(data.train),
+        "held_out": digest(data.held_out),
+    }

@@ -351,6 +351,13 @@ def test_a_probe_that_goes_is_replaced():
     assert let_in(one, 0, rows()._replace(held=~SECOND)), "that too, and its slot is free"
 
 
+def test_looking_takes_a_share_of_the_time():
+    """Drafting takes half a round: at a share of 2 % that is once in 25, whatever a round may be longer by."""
+    one = taught(planner(0.5, policy=policies.fixed_budget(probe_every=10, probe_share=0.02, slack=1.0)), 0)
+    assert {one.plan(rows()) for _ in range(24)} == {OFF} and not let_in(one, 0, rows())
+    assert one.plan(rows()) == OFF and let_in(one, 0, rows())
+
+
 def test_probes_change_its_mind():
     """Only the probes are seen to be accepted, one stretch in 11: then all come with drafters, who keep up until it pays."""
     one, asked = taught(planner(0.5), 0), []

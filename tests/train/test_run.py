@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tiny_model
 
-from specjax import load, load_drafter
+from specjax import flags, load, load_drafter
+from specjax.commands import train as train_commands
 from specjax.drafters import objectives
 from specjax.train import cards, checks, corpus, recipes, run, start
 from specjax.train.digests import vocabulary
@@ -161,7 +162,7 @@ def test_what_makes_no_run(lm, data, tmp_path):
 
 def test_another_target_is_refused(lm, data, tmp_path):
     """Of the same name and config: other weights, or the same in fewer bits; and before anything is begun again."""
-    corpus.keep_to(tmp_path / "run", run.plan(lm, WORK, data))
+    corpus.keep_to(tmp_path / "run", run.plan(lm, WORK, data, None))
     half = lambda x: x.astype("bfloat16")
     tuned = {**lm.params, "norm": jax.tree.map(lambda x: x * 1.01, lm.params["norm"])}
     for params in (tuned, jax.tree.map(half, lm.params)):
@@ -233,45 +234,90 @@ def test_held_out_documents(data, tmp_path):
         run.prompts_of(corpus.read(tmp_path / "one")._replace(mask=np.asarray([True, True])), 1, 2)
 
 
-@pytest.mark.parametrize("name", ["mtp", "small", "hydra++", "eagle3"])
-def test_a_run_begins_from_what_was_saved(name, lm, tmp_path):
-    """In float32, with its draft vocabulary; what was trained otherwise, or has parts missing, is refused."""
-    options, ids = {"small": {"layers": 2}}.get(name, {}), None if name == "small" else tuple(range(3, 40))
+def saved(name, lm, directory, ids=None, **options):
+    """A drafter of parameters that no recipe begins with, as written in float16; (recipe, trainable parameters)."""
     recipe = recipes.build(name, lm, num_draft=2, options=options, vocabulary=ids)
     params = jax.tree.map(lambda x: x + 1 / 4, jax.jit(recipe.init)(jax.random.key(0), lm.params))
-    recipes.save(
-        tmp_path, name, lm, recipe.assemble(params, lm.params), num_draft=2, options=options, dtype="float16", vocabulary=ids
-    )
-    work = WORK._replace(recipe=name, options=options, start=str(tmp_path))
+    both = recipe.assemble(params, lm.params)
+    recipes.save(directory, name, lm, both, num_draft=2, options=options, dtype="float16", vocabulary=ids)
+    return recipe, params
+
+
+def beginning(name, directory, **options):
+    return WORK._replace(recipe=name, options=options, start=str(directory))
+
+
+@pytest.mark.parametrize("name", ["mtp", "small", "hydra++", "eagle3"])
+def test_a_run_begins_from_what_was_saved(name, lm, tmp_path):
+    """In float32, with its draft vocabulary."""
+    options, ids = {"layers": 2} if name == "small" else {}, None if name == "small" else tuple(range(3, 40))
+    recipe, params = saved(name, lm, tmp_path, ids, **options)
+    work = beginning(name, tmp_path, **options)
     begun = start.find(lm, work)
     assert begun.vocabulary == ids and len(begun.digest) == 64
     first = start.begun_from(recipe, begun, lm, work).init(jax.random.key(1), lm.params)
     assert {x.dtype.name for x in jax.tree.leaves(first)} == {"float32"}
-    assert equal(
-        first, jax.tree.map(lambda x, m: x.astype(np.float16) if m or name == "small" else x, params, matrices(params))
+    written = lambda x, matrix: x.astype(np.float16) if matrix or name == "small" else x
+    assert equal(first, jax.tree.map(written, params, matrices(params)))
+
+
+def test_the_vocabulary_of_a_start_is_the_runs(lm, data, tmp_path):
+    """And of its plan: a run that goes on under other ids would give every row of a law another meaning."""
+    ids = tuple(range(3, 40))
+    saved("mtp", lm, tmp_path / "start", ids)
+    work = beginning("mtp", tmp_path / "start")
+    begun = start.find(lm, work)
+    found, share = run.drafted_ids(lm, work, data.train, begun)
+    tokens = data.train.tokens[data.train.starts[0] : data.train.starts[-1]][data.train.mask[: data.train.starts[-1]]]
+    assert found == ids and share == pytest.approx(np.isin(tokens, ids).mean()) and 0.4 < share < 0.8
+    plans = [run.plan(lm, work, data, b)["start"] for b in (None, begun, begun._replace(vocabulary=ids[1:]))]
+    plans += [run.plan(lm, work, data, begun._replace(digest="another"))["start"]]
+    assert len({json.dumps(p) for p in plans}) == 4
+    saved("mtp", lm, tmp_path / "out" / "drafter")
+    with pytest.raises(ValueError, match="is what the run would write over: choose another directory"):
+        run.train(lm, beginning("mtp", tmp_path / "out" / "drafter"), data, tmp_path / "out")
+
+
+OTHER = [
+    ("mtp", {}, {"recycle_normed": False}, "says recycle_normed False, and what would be trained has True: give the options"),
+    ("mtp", {}, {"rope_theta": None}, "says rope_theta None, and what"),
+    ("eagle3.1", {}, {"norm_output": None}, "says norm_output None, and what would be trained has True"),
+    ("dspark", {}, {"anchor_first": None}, "says anchor_first None"),
+    ("hydra++", {}, {"prefix": True}, "says prefix True"),
+    ("medusa", {}, {"tree": [[0], [1]]}, r"says tree \[\[0\], \[1\]\], and what would be trained has None"),
+]
+
+
+@pytest.mark.parametrize("name, options, change, message", OTHER)
+def test_a_start_of_other_facts_is_refused(name, options, change, message, lm, tmp_path):
+    """config.json says what shapes do not, and a fact that it lacks is not taken for granted; None takes one out."""
+    saved(name, lm, tmp_path, **options)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(
+        json.dumps({name: x for name, x in config.items() if name not in change or x is not None})
     )
-    for other, message in (
-        (dict(recipe="medusa", options={}), "holds a drafter of method|architecture|is not what"),
-        (dict(recipe="medusa_2"), "tunes its target too: begin it without"),
-        (dict(draft_vocabulary=8), "brings its own, leave it out"),
-        (dict(start=str(tmp_path / "none")), "no config.json|no such file"),
+    with pytest.raises(ValueError, match=message):
+        start.find(lm, beginning(name, tmp_path, **options))
+
+
+def test_a_start_that_does_not_fit_is_refused(lm, tmp_path):
+    for name, options in (("mtp", {}), ("medusa", {}), ("small", {"layers": 2})):
+        saved(name, lm, tmp_path / name, **options)
+    for work, message in (
+        (beginning("medusa", tmp_path / "mtp"), "holds a drafter of method 'mtp' != 'medusa'"),
+        (beginning("medusa_2", tmp_path / "medusa"), "tunes its target too: begin it without"),
+        (beginning("mtp", tmp_path / "mtp")._replace(draft_vocabulary=8), "draft_vocabulary 8 beside start .*: that one's is"),
+        (beginning("mtp", tmp_path / "none"), "no config.json"),
+        (beginning("small", tmp_path / "mtp"), "model.safetensors: no such file: .* trained as small"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            start.find(lm, work._replace(**other))
-
-
-def test_a_start_of_other_flags_is_refused(lm, tmp_path):
-    """config.json says what shapes do not: which half comes first, what is recycled; a model, how many layers."""
-    recipe = recipes.build("mtp", lm, num_draft=2, options={})
-    both = recipe.assemble(jax.jit(recipe.init)(jax.random.key(0), lm.params), lm.params)
-    recipes.save(tmp_path, "mtp", lm, both, num_draft=2, options={}, dtype="float32")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"recycle_normed": False}))
-    with pytest.raises(ValueError, match="has recycle_normed False, which is not what would be trained"):
-        start.find(lm, WORK._replace(recipe="mtp", options={}, start=str(tmp_path)))
-    recipe = recipes.build("small", lm, num_draft=2, options={"layers": 2})
-    both = recipe.assemble(jax.jit(recipe.init)(jax.random.key(0), lm.params), lm.params)
-    recipes.save(tmp_path / "model", "small", lm, both, num_draft=2, options={"layers": 2}, dtype="float32")
-    work = WORK._replace(recipe="small", options={"layers": 1}, start=str(tmp_path / "model"))
-    with pytest.raises(ValueError, match="is a model of another layers"):
-        start.begun_from(recipe, start.find(lm, work), lm, work)
+            start.find(lm, work)
+    for work, message in (
+        (beginning("small", tmp_path / "small", layers=1), "is a model of another layers"),
+        (beginning("medusa", tmp_path / "medusa")._replace(num_draft=3), "of another shape: .*; num_draft 3, and it has 2"),
+    ):
+        recipe = recipes.build(work.recipe, lm, num_draft=work.num_draft, options=work.options)
+        with pytest.raises(ValueError, match=message):
+            start.begun_from(recipe, start.find(lm, work), lm, work)
+    words = flags.Drafter("mtp", "out", start="some/where")
+    assert train_commands.work_of(words).start == "some/where" and "--start some/where" in train_commands.retyped(words)

@@ -23,12 +23,11 @@ class Spy:
     def __enter__(self):
         real = mtp.apply
 
-        def noted(config, params, *inputs):
-            positions, seen, *columns = inputs[5:]
+        def noted(config, params, embedded, hidden, k, v, at, positions, seen, columns=None):
             self.positions.append(np.asarray(positions))
             self.seen.append(np.asarray(seen))
-            self.columns.append(0 if columns in ([], [None]) else columns[0].k.shape[3] + 1)  # the new one too, each its own
-            return real(config, params, *inputs)
+            self.columns.append(0 if columns is None else columns.k.shape[3] + 1)  # with the one that is made now
+            return real(config, params, embedded, hidden, k, v, at, positions, seen, columns)
 
         self.both = mock.patch.object(mtp, "apply", noted), jax.disable_jit()
         for one in self.both:
@@ -43,7 +42,7 @@ class Spy:
 def test_R09_an_unrolled_step_sees_what_drafting_sees():
     """Length 6, 3 steps: allowed keys [step, position, (step, position) of the key], and the rotary position of each entry.
 
-    That logits are equal too is in tests/drafters/test_trained.py.
+    That logits are equal too, and so that a column is its own query's alone, is in tests/drafters/test_trained.py.
     """
     params = Params(h.target_params(), h.trained("mtp"))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, h.V, (1, T)), jnp.int32)
