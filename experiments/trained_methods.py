@@ -7,8 +7,8 @@ Command:    python experiments/trained_methods.py --model testbed --out testbed.
             python experiments/trained_methods.py --model smollm2-135m --prompts SPEC_BENCH.jsonl --out smollm2.md
             ... --methods medusa,eagle3,eagle3+tree=dynamic+nodes=16 --count 8 --new-tokens 32     # other settings, smaller
 Run time:   testbed 4 minutes on 2 cores shared with other work
-Expected:   greedy, every method has plain decoding's tokens ("same").  Testbed, tau at T = 0 / 1: mtp 2.54 / 2.35,
-            small 1.94 / 2.09, hydra 1.80 / 1.89, blockwise 1.33 / 1.14, medusa 1.26 / 1.12; ngram 2.08 / 1.04,
+Expected:   greedy, every method has plain decoding's tokens ("same").  Testbed, tau at T = 0 / 1: mtp 2.98 / 2.64,
+            small 2.17 / 2.28, hydra 1.80 / 1.89, blockwise 1.33 / 1.14, medusa 1.26 / 1.12; ngram 2.08 / 1.04,
             early_exit 1.24 / 1.44
 
 Break-even: a round costs T_draft + T_verify and yields tau tokens, where plain decoding yields one for T_plain; so they are
