@@ -111,9 +111,8 @@ def train(
     method = recipes.find(work.recipe).method
     held = batches(data.held_out, length=work.length, batch=work.batch, seed=0)
     mass = 1.0 if ids is None else kept_mass(lm.model, lm.params, ids, held, steps=4)
-    about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command, begun=begun, ids=ids)
-    about |= {"share": share, "mass": mass}
-    text = drafter_card(lm, work, data, journal, **about)
+    about: dict[str, Any] = dict(method=method, size=size, hours=hours, command=command)
+    text = drafter_card(lm, work, data, journal, ids=ids, share=share, mass=mass, begun=begun, **about)
     if distributed.first():
         (goal / "card.md").write_text(text, "utf-8")
     return Trained(goal, params, journal[-1], hours)

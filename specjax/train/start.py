@@ -6,7 +6,6 @@ it, for a mapping of ids belongs to the weights.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from specjax.drafters.small import shared_ids
 from specjax.drafters.vocabulary import Ids
 from specjax.models.load import LM, load
 from specjax.train import recipes
+from specjax.train.digests import of_file
 from specjax.train.work import Work
 
 FREE = ("num_draft", "target", "vocab_size", "width")
@@ -51,7 +51,7 @@ def find(lm: LM, work: Work) -> Start | None:
     if entry.save is recipes.save_pair:
         raise ValueError(f"{work.recipe} tunes its target too: begin it without {directory}, a drafter alone")
     if entry.save is recipes.save_model:
-        return Start(directory, sha256(directory / "model.safetensors", work.recipe), None, None)
+        return Start(directory, weights_digest(directory / "model.safetensors", work.recipe), None, None)
     said = files.read_config(directory, entry.method, lm.model)
     told = json.loads(json.dumps(recipes.facts(work.recipe, lm, num_draft=work.num_draft, options=work.options)))
     for name in {**told, "tree": None}.keys() - {*FREE}:
@@ -59,7 +59,7 @@ def find(lm: LM, work: Work) -> Start | None:
             differ = f"config.json says {name} {said.get(name)}, and what would be trained has {told.get(name)}"
             raise ValueError(f"{directory}: {differ}: give the options it was trained with")
     ids = said.get("vocabulary")
-    digest = sha256(directory / files.WEIGHTS, work.recipe)
+    digest = weights_digest(directory / files.WEIGHTS, work.recipe)
     return Start(directory, digest, None if ids is None else tuple(ids), said.get("num_draft"))
 
 
@@ -99,8 +99,8 @@ def facts(start: Start | None) -> Any:
     return [start.digest, list(start.vocabulary)]
 
 
-def sha256(path: Path, recipe: str) -> str:
-    """Of a file; FileNotFoundError where there is none."""
+def weights_digest(path: Path, recipe: str) -> str:
+    """sha256 of a file of weights; FileNotFoundError where there is none."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file: give the directory of a drafter that was trained as {recipe}")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return of_file(path)

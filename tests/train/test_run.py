@@ -279,25 +279,25 @@ def test_the_vocabulary_of_a_start_is_the_runs(lm, data, tmp_path):
 
 
 OTHER = [
-    ("mtp", {}, {"recycle_normed": False}, "says recycle_normed False, and what would be trained has True: give the options"),
-    ("mtp", {}, {"rope_theta": None}, "says rope_theta None, and what"),
-    ("eagle3.1", {}, {"norm_output": None}, "says norm_output None, and what would be trained has True"),
-    ("dspark", {}, {"anchor_first": None}, "says anchor_first None"),
-    ("hydra++", {}, {"prefix": True}, "says prefix True"),
-    ("medusa", {}, {"tree": [[0], [1]]}, r"says tree \[\[0\], \[1\]\], and what would be trained has None"),
+    ("mtp", {"recycle_normed": False}, "says recycle_normed False, and what would be trained has True: give the options"),
+    ("mtp", {"rope_theta": None}, "says rope_theta None, and what"),
+    ("eagle3.1", {"norm_output": None}, "says norm_output None, and what would be trained has True"),
+    ("dspark", {"anchor_first": None}, "says anchor_first None"),
+    ("hydra++", {"prefix": True}, "says prefix True"),
+    ("medusa", {"tree": [[0], [1]]}, r"says tree \[\[0\], \[1\]\], and what would be trained has None"),
 ]
 
 
-@pytest.mark.parametrize("name, options, change, message", OTHER)
-def test_a_start_of_other_facts_is_refused(name, options, change, message, lm, tmp_path):
+@pytest.mark.parametrize("name, change, message", OTHER)
+def test_a_start_of_other_facts_is_refused(name, change, message, lm, tmp_path):
     """config.json says what shapes do not, and a fact that it lacks is not taken for granted; None takes one out."""
-    saved(name, lm, tmp_path, **options)
+    saved(name, lm, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(
         json.dumps({name: x for name, x in config.items() if name not in change or x is not None})
     )
     with pytest.raises(ValueError, match=message):
-        start.find(lm, beginning(name, tmp_path, **options))
+        start.find(lm, beginning(name, tmp_path))
 
 
 def test_a_start_that_does_not_fit_is_refused(lm, tmp_path):
