@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from specjax.types import Array
 
 Objective = Callable[[Array, Array, Array], Array]
+KEPT = "kept"
 
 
 def hard(logits: Array, labels: Array, target_logits: Array | None = None) -> Array:
@@ -84,7 +86,7 @@ def total(values: Array, weights: Array) -> Array:
 
 
 def chunked(rows: Callable, inputs, *, size: int = 1024):
-    """`rows` applied to `size` positions at a time, its work done again in the backward pass.
+    """`rows` applied to `size` positions at a time, its work but for what is `kept` done again in the backward pass.
 
     Args:
       rows: (inputs [size, ...]) -> results [size]; unembed in here, so that only [size, V] logits exist at once.
@@ -104,8 +106,14 @@ def chunked(rows: Callable, inputs, *, size: int = 1024):
         flat = jnp.pad(flat, ((0, pad),) + ((0, 0),) * (flat.ndim - 1))
         return flat.reshape(-1, size, *x.shape[2:])
 
-    parts = jax.lax.map(jax.checkpoint(rows), jax.tree.map(cut, inputs))
+    again = jax.checkpoint(rows, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+    parts = jax.lax.map(again, jax.tree.map(cut, inputs))
     return jax.tree.map(lambda y: y.reshape(-1)[:count].reshape(shape), parts)
+
+
+def kept(x: Array) -> Array:
+    """x [size], which `chunked` keeps for the backward pass: a verdict that took logits of its own is not reached twice."""
+    return checkpoint_name(x, KEPT)
 
 
 def behind(x: Array, count: int) -> Array:

@@ -14,7 +14,7 @@ f_t is the target's last hidden state.  EAGLE: Li et al., arXiv 2401.15077; EAGL
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -194,6 +194,14 @@ def step(
     """`Eagle.step` as a function."""
     inputs = (embedded, hidden, k, v, at, positions, seen, columns)
     return cast(Any, Eagle(config).apply({"params": params}, *inputs, method="step"))
+
+
+def trained_step(config: EagleConfig) -> Callable:
+    """`step` for many positions at once: only products with weights are kept for the backward pass.
+
+    They grow with the positions, while scores of attention, which are made again, grow with their square.
+    """
+    return jax.checkpoint(functools.partial(step, config), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
 
 def empty_cache(config: EagleConfig, batch: int, capacity: int) -> KVCache:

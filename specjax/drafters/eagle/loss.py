@@ -7,18 +7,16 @@ what it made at t only the steps at t may see.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
 from specjax.drafters import objectives
-from specjax.drafters.eagle.head import EagleConfig, embed, empty_cache, features_of, fuse, step
+from specjax.drafters.eagle.head import EagleConfig, embed, empty_cache, features_of, fuse, trained_step
 from specjax.drafters.layer import no_columns
 from specjax.drafters.objectives import ahead, behind
 from specjax.drafters.recipe import Batch, labels, layout
-from specjax.drafters.vocabulary import Ids, places
+from specjax.drafters.vocabulary import Ids, places, seen_by
 from specjax.models.layers import Columns
 from specjax.sampling import first_argmax
 from specjax.types import Array, LanguageModel, Params
@@ -27,7 +25,7 @@ from specjax.types import Array, LanguageModel, Params
 def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array, segments: Array) -> list[Array]:
     """What each step gives after its last norm, [B, T, D] at the position that it starts from.
 
-    Only the inputs of a step are kept for the backward pass, and its scores [B, H, T, T] are made again there.
+    Memory grows with T: a step's scores [B, H, T, T] are made again in the backward pass.
 
     Args:
       config: of the module.
@@ -39,7 +37,7 @@ def unrolled(config: EagleConfig, params, embedded: list[Array], features: Array
     b, t = segments.shape
     positions, causal = layout(segments)
     cache, at = empty_cache(config, b, t), jnp.zeros(b, jnp.int32)
-    one = jax.checkpoint(functools.partial(step, config))
+    one = trained_step(config)
     hidden = fuse(config, params, features)
     (hidden, normed), k, v = one(params, embedded[0], hidden, cache.k, cache.v, at, positions, causal)
     results, own = [normed], (no_columns(config, b, t),) * config.layers
@@ -98,13 +96,12 @@ def judge(
 
     def rows(parts):
         given, hidden, goal = parts
-        full = target.unembed(target_params, hidden)
-        best = jnp.minimum(first_argmax(full), target.vocab_size - 1)
-        few = full if vocabulary is None else full[:, jnp.asarray(vocabulary, jnp.int32)]
+        best = jnp.minimum(first_argmax(target.unembed(target_params, hidden)), target.vocab_size - 1)
+        inside, few = objectives.kept(place[best] >= 0), seen_by(target, vocabulary).unembed(target_params, hidden)
         results = []
         for x in given:
             logits = read(x)
-            nats = law * jnp.where(place[best] >= 0, objective(logits, goal, few), 0)
+            nats = law * jnp.where(inside, objective(logits, goal, few), 0)
             nats = nats + state * objectives.smooth_l1(x, hidden) if state else nats
             results.append((nats, objectives.correct(logits, goal)))
         return results

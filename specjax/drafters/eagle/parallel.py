@@ -165,8 +165,8 @@ def unmasked(
 ) -> list[Array]:  # fmt: skip
     """What each depth gives after the last norm: [B, T, D] of all entries, then [B, n, D] of the j-th mask behind `anchors`.
 
-    As in `loss.unrolled`, keys of the entries serve all depths, each depth adds one column of scores, and only the inputs of a
-    depth are kept for the backward pass.
+    As in `loss.unrolled`, keys of the entries serve all depths, each depth adds one column of scores, and scores are made again
+    in the backward pass.
 
     Args:
       config: of the module.
@@ -179,7 +179,7 @@ def unmasked(
     b, t = segments.shape
     positions, causal = layout(segments)
     cache, at = eagle_head.empty_cache(config, b, t), jnp.zeros(b, jnp.int32)
-    one = jax.checkpoint(functools.partial(eagle_head.step, config))
+    one = eagle_head.trained_step(config)
     hidden = eagle_head.fuse(config, params, features)
     (_, normed), k, v = one(params, embedded, hidden, cache.k, cache.v, at, positions, causal)
     results, own = [normed], (no_columns(config, b, t),) * config.layers
