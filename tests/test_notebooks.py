@@ -71,7 +71,7 @@ def test_losslessness(tmp_path):
 
 def test_train_a_drafter(tmp_path):
     """Every cell runs with its own assertions: heads learn, text stays plain's, a tree is made of measured ranks."""
-    sizes = dict(STEPS=24, JUDGE_EVERY=12, LENGTH=128, BATCH=4, PROMPTS=4, NEW_TOKENS=24, NUM_DRAFT=2, TREE_NODES=6)
+    sizes = dict(STEPS=24, JUDGE_EVERY=12, LENGTH=128, BATCH=4, MODULES=24, PROMPTS=4, NEW_TOKENS=24, NUM_DRAFT=2, TREE_NODES=6)
     text, outputs = printed(run(NOTEBOOKS[3], tmp_path, **sizes))
     assert "step 24: held-out loss" in text and "same tokens as plain: True" in text and "T=1 tree" in text
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -99,7 +99,9 @@ def test_sharded_target(tmp_path):
 
 def test_eagle(tmp_path):
     """Every cell runs with its own assertions: the module learns, the trees that grew are drawn, text stays plain's."""
-    sizes = dict(STEPS=16, JUDGE_EVERY=8, LENGTH=64, BATCH=4, PROMPTS=4, NEW_TOKENS=16, NUM_DRAFT=3, TOP_K=2, NODES=6)
+    sizes = dict(
+        STEPS=16, JUDGE_EVERY=8, LENGTH=64, BATCH=4, MODULES=24, PROMPTS=4, NEW_TOKENS=16, NUM_DRAFT=3, TOP_K=2, NODES=6
+    )
     text, outputs = printed(run(next(p for p in NOTEBOOKS if p.stem == "05_eagle"), tmp_path, **sizes))
     assert "step 16: accuracy by step" in text and "T=1 eagle3, dynamic" in text and "T=0 eagle1" in text
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
@@ -107,7 +109,9 @@ def test_eagle(tmp_path):
 
 def test_dflash_and_dspark(tmp_path):
     """Every cell runs with its own assertions: a block drafter learns, text stays plain's, fuller servers verify less."""
-    sizes = dict(NUM_DRAFT=3, STEPS=12, JUDGE_EVERY=6, LENGTH=64, BATCH=4, PROMPTS=6, NEW_TOKENS=24, REQUESTS=(1, 256))
+    sizes = dict(
+        NUM_DRAFT=3, STEPS=12, JUDGE_EVERY=6, LENGTH=64, BATCH=4, MODULES=24, PROMPTS=6, NEW_TOKENS=24, REQUESTS=(1, 256)
+    )
     (path,) = [path for path in NOTEBOOKS if path.stem == "06_dflash_dspark"]
     text, outputs = printed(run(path, tmp_path, **sizes))
     assert "step 12: accuracy by position" in text and "T=1 dspark, trained here" in text and "tempered: ECE" in text

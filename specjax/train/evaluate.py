@@ -72,11 +72,11 @@ def acceptance(
     target: LanguageModel,
     rule: Rule,
     new_tokens: int = 64,
-    temperature: float = 0.0,
+    temperatures: Sequence[float] = (0.0,),
     eos_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> Evaluate:
-    """tau and acceptance by position of `recipe.drafter` on prompts, decoded as users decode them.
+    """tau and acceptance by position of `recipe.drafter` on prompts, decoded as users decode them, at each temperature.
 
     Names carry the temperature: "tau_t0", "accepted_t0_1" (the share of rounds that accepted the first token), ...
 
@@ -86,16 +86,18 @@ def acceptance(
     drafter = recipe.drafter
     if drafter is None:
         raise ValueError("this recipe trains nothing that drafts: leave acceptance out")
-    heat: dict[str, Any] = {"new_tokens": new_tokens, "temperature": temperature, "eos_ids": eos_ids, "seed": seed}
-    decoded = decoding(prompts, target=target, drafter=drafter, rule=rule, **heat)
+    decoded = decoding(prompts, target=target, drafter=drafter, rule=rule, new_tokens=new_tokens, eos_ids=eos_ids, seed=seed)
 
-    def run(params, target_params):
-        log = decoded(recipe.assemble(params, target_params))
+    def at(both: Params, temperature: float) -> dict[str, float]:
+        log, name = decoded(both, temperature), f"t{temperature:g}"
         rows = [RoundInfo(*(np.asarray(x)[row] for x in log[:3])) for row in range(len(prompts))]
         stats = statistics([cut(row, new_tokens) for row in rows], drafter.depth)
-        name = f"t{temperature:g}"
         rates = {f"accepted_{name}_{k + 1}": x for k, x in enumerate(stats.per_position_acceptance_rate)}
         return {f"tau_{name}": stats.mean_acceptance_length, **rates}
+
+    def run(params, target_params):
+        both = recipe.assemble(params, target_params)
+        return {name: x for temperature in temperatures for name, x in at(both, temperature).items()}
 
     return run
 
@@ -107,12 +109,11 @@ def decoding(
     drafter: Drafter,
     rule: Rule,
     new_tokens: int,
-    temperature: float,
     eos_ids: Sequence[int] = (),
     seed: int = 0,
     probe: Callable | None = None,
-) -> Callable[[Params], RoundInfo]:
-    """(params) -> the rounds [B, R] of decoding all prompts together; compiled once.
+) -> Callable[[Params, float], RoundInfo]:
+    """(params, temperature) -> the rounds [B, R] of decoding all prompts together; compiled once.
 
     Raises:
       ValueError: target, drafter and rule do not fit.
@@ -134,9 +135,13 @@ def decoding(
         return decode.run(params, state, rounds, rule=rule, max_rounds=new_tokens, probe=probe, **static)[1]
 
     request = keys.request_keys(jax.random.key(seed), jnp.arange(len(prompts)))
-    law = sampling.stack([SamplingParams(temperature=temperature)] * len(prompts), target.vocab_size)
     inputs = [jnp.asarray(x) for x in (tokens, lengths, eos)]
-    return lambda params: go(params, *inputs, request, law)
+
+    def run(params, temperature):
+        law = sampling.stack([SamplingParams(temperature=temperature)] * len(prompts), target.vocab_size)
+        return go(params, *inputs, request, law)
+
+    return run
 
 
 def comb(depth: int, ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -148,7 +153,9 @@ def comb(depth: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((0,) * level + (rank,) for level in range(depth) for rank in range(ranks))
 
 
-def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]], *, ranks: int, **settings) -> np.ndarray:
+def rank_rates(
+    drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]], *, ranks: int, temperature: float, **settings
+) -> np.ndarray:  # fmt: skip
     """How often the candidate of each rank is accepted, given that its parent was: [depth, ranks], from real decoding.
 
     What `trees.best_first` builds a static tree from (its mean over depths, `trees.sequoia`).  Measure on prompts that are
@@ -159,7 +166,8 @@ def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]
       params: of target and drafter.
       prompts: token ids.
       ranks: candidates at each depth.
-      **settings: of `decoding`: target, rule, new_tokens, temperature.
+      temperature: of all prompts.
+      **settings: of `decoding`: target, rule, new_tokens.
 
     Raises:
       ValueError: the drafter's tree is another: a node more or less, or one that hangs elsewhere.
@@ -168,7 +176,7 @@ def rank_rates(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]
     another = f"a tree of {drafter.num_nodes} nodes is not comb({drafter.depth}, {ranks}): build the drafter with it"
     if drafter.num_nodes != len(expected):
         raise ValueError(another)
-    log = decoding(prompts, drafter=drafter, probe=_accepted_rows, **settings)(params)
+    log = decoding(prompts, drafter=drafter, probe=_accepted_rows, **settings)(params, temperature)
     path, accepted, parents = (np.asarray(x)[np.asarray(log.emitted) > 0] for x in log.probed)  # each [rounds, ..]
     if not ((parents == expected) | (parents == -2)).all():
         raise ValueError(another)
@@ -205,7 +213,7 @@ def watched(drafter: Drafter, params: Params, prompts: Sequence[Sequence[int]], 
         margins = None if draft.log_q is None else law_margins(draft.log_q, heat)
         return verdict.num_accepted, (draft.parents >= -1).sum(1), draft.confidence, margins
 
-    log = decoding(prompts, drafter=drafter, probe=look, temperature=temperature, **settings)(params)
+    log = decoding(prompts, drafter=drafter, probe=look, **settings)(params, temperature)
     ran = np.asarray(log.emitted) > 0
     ran &= np.cumsum(ran, 1) < ran.sum(1, keepdims=True)
     accepted, drafted, confidence, margins = (None if x is None else np.asarray(x)[ran] for x in log.probed)

@@ -139,7 +139,7 @@ def judges(recipe: Recipe, lm: LM, work: Work, held: corpus.Corpus) -> list[Eval
     longest = lm.model.max_length - work.new_tokens
     prompts = prompts_of(held, work.prompts, min(PROMPT_TOKENS, longest))
     ask: dict[str, Any] = dict(target=lm.model, rule=rule_of(recipe), new_tokens=work.new_tokens, eos_ids=lm.tokenizer.eos_ids)
-    return [*found, *(acceptance(recipe, prompts, temperature=t, **ask) for t in (0.0, 1.0))]
+    return [*found, acceptance(recipe, prompts, temperatures=(0.0, 1.0), **ask)]
 
 
 def rule_of(recipe: Recipe) -> Rule:

@@ -51,11 +51,15 @@ class Testbed(NamedTuple):
 
 
 def prepare(
-    directory: str | Path, progress: corpus.Progress = lambda done, total: None, tokenizer: text.Tokenizer | None = None
+    directory: str | Path, progress: corpus.Progress = lambda done, total: None, tokenizer: text.Tokenizer | None = None,
+    modules: int | None = None,
 ) -> Testbed:  # fmt: skip
-    """Tokenizer and both corpora, made in `directory` where they are not there yet; a given tokenizer is used as it is."""
+    """Tokenizer and both corpora, made in `directory` where they are not there yet; a given tokenizer is used as it is.
+
+    `modules` is how many of the library's modules each of the two is made of, its first ones; all unless given.
+    """
     directory = Path(directory)
-    train, held = stdlib.sources()
+    train, held = (part[:modules] for part in stdlib.sources())
     if tokenizer is None:
         tokenizer = load_tokenizer(directory / "tokenizer.json", train)
     both = [tokenize(directory / name, part, tokenizer, progress) for name, part in (("train", train), ("held_out", held))]
@@ -86,7 +90,7 @@ def judges(bed: Testbed, recipe: Recipe) -> list[Evaluate]:
     new = min(64, CONFIG.max_length // 2)
     prompts = prompts_of(bed.held_out, 24, min(128, CONFIG.max_length - new))
     ask: dict[str, Any] = dict(target=language_model(CONFIG), rule=RULES["rejection"], new_tokens=new)
-    return [*found, *(acceptance(recipe, prompts, temperature=t, **ask) for t in (0.0, 1.0))]
+    return [*found, acceptance(recipe, prompts, temperatures=(0.0, 1.0), **ask)]
 
 
 def export(

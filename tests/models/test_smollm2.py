@@ -27,7 +27,7 @@ def differs(tokens, row):
     return len(tokens) != len(row["tokens"])
 
 
-@pytest.mark.parametrize("method", ["plain", "ngram"])
+@pytest.mark.parametrize("method", [pytest.param("plain", marks=pytest.mark.slow), "ngram"])
 def test_greedy_tokens_equal_those_of_transformers(lm, method):
     drafter = specjax.load_drafter(method, lm, num_draft=4)
     prompts = [row["prompt"] for row in GOLDEN]

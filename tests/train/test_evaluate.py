@@ -89,8 +89,9 @@ def test_the_mass_that_a_draft_vocabulary_keeps():
 def test_watched_rounds_are_those_of_decoding():
     """Confidences of a drafter that gives them, margins of its laws, and what became of each; no request's last round."""
     drafter, params = h.drafter("dspark", 3), Params(h.target_params(), h.drafter_params("dspark"))
-    how = dict(target=h.TARGET, drafter=drafter, rule=RULES["rejection"], new_tokens=16, temperature=1.0)
-    rounds = decoding(h.PROMPTS, **how)(params)
+    how = dict(target=h.TARGET, drafter=drafter, rule=RULES["rejection"], new_tokens=16)
+    rounds = decoding(h.PROMPTS, **how)(params, 1.0)
+    how["temperature"] = 1.0
     seen = watched(params=params, prompts=h.PROMPTS, **how)
     ran = np.asarray(rounds.emitted) > 0
     accepted = np.concatenate([np.asarray(a)[on][:-1] for a, on in zip(rounds.accepted, ran, strict=True)])

@@ -335,8 +335,11 @@ def test_tau_is_that_of_decoding():
     run = acceptance(perfect, PROMPTS, target=TARGET, rule=RULES["rejection"], new_tokens=12)
     found = run(target_params(), target_params())
     assert found["tau_t0"] > 3.2 and found["accepted_t0_1"] > 0.9  # the last round of a row is cut
-    worse = acceptance(distil(), PROMPTS, target=TARGET, rule=RULES["rejection"], new_tokens=12, temperature=1.0)
-    assert 1 <= worse(small_params(), target_params())["tau_t1"] < found["tau_t0"]
+    heats = (0.0, 1.0, 5.0)
+    worse = acceptance(distil(), PROMPTS, target=TARGET, rule=RULES["rejection"], new_tokens=12, temperatures=heats)
+    at = worse(small_params(), target_params())
+    assert all(1 <= at[f"tau_t{t:g}"] < found["tau_t0"] for t in heats)
+    assert len({at[f"accepted_t{t:g}_1"] for t in heats}) == 3, "each at its own temperature"
     with pytest.raises(ValueError, match="nothing that drafts"):
         acceptance(target_recipe(SMALL), PROMPTS, target=TARGET, rule=RULES["rejection"])
     assert distil().assemble(1, 2) == Params(2, 1)
