@@ -1,5 +1,7 @@
 """Losses against NumPy, their gradients against each other, and where labels stand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,21 @@ def test_R17_chunks_bound_memory():
     assert naive > 512 * 50_000 * 4 and chunked < naive / 4
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(one).max()))
+
+
+def test_what_is_kept_is_not_made_again():
+    """A verdict from logits of its own costs one product with their matrix, and a second one where it is not kept."""
+    wide, head, hidden = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((8, 977), (8, V), (2, 6, 8)))
+
+    def products(kept):
+        def nats(head, x):
+            return jnp.where(kept((x @ wide).argmax(-1) < 500), losses.hard(x @ head, jnp.zeros(len(x), jnp.int32)), 0)
+
+        loss = lambda head: losses.chunked(lambda x: nats(head, x), hidden, size=4).sum()
+        program = jax.jit(jax.value_and_grad(loss)).lower(head).compile().as_text()
+        return len(re.findall(r"f32\[4,977\]\S* dot\(", program))
+
+    assert (products(losses.kept), products(lambda x: x)) == (1, 2)
 
 
 def test_R01_weights_follow_the_labels():

@@ -199,7 +199,8 @@ def step(
 def trained_step(config: EagleConfig) -> Callable:
     """`step` for many positions at once: only products with weights are kept for the backward pass.
 
-    They grow with the positions, while scores of attention, which are made again, grow with their square.
+    They grow with the positions, while scores of attention, which are made again, grow with their square.  XLA for CPUs is
+    free to make them early, and then holds them all the same.
     """
     return jax.checkpoint(functools.partial(step, config), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
 
