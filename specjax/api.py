@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from specjax import decode, keys, sampling, sharding, zoo
 from specjax.drafters import METHODS
-from specjax.drafters.base import LoadedDrafter, options
+from specjax.drafters.base import LoadedDrafter, kept_in, options
+from specjax.drafters.precision import dtype_of
 from specjax.metrics import Statistics, cut, statistics
 from specjax.models.load import LM, load
 from specjax.names import unknown
@@ -54,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> LoadedDrafter:
-    """A drafter by the name of its method.
+    """A drafter by the name of its method; matrices read from `weights` are in bfloat16 where the target's are.
 
     Args:
       method: a key of METHODS.
@@ -84,6 +85,8 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
         elif not settings.get("weights"):
             raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
     loaded = METHODS[method].load(lm, num_draft=num_draft, **settings)
+    if settings.get("weights"):
+        loaded = kept_in(loaded, dtype_of(lm.params))
     return sharding.loaded_over(loaded, sharding.mesh_of(lm.params), lm.params)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 
+from specjax.drafters.precision import lowered
 from specjax.names import unknown
 from specjax.types import Drafter
 
@@ -47,6 +48,12 @@ def card(method: str, params: Any, note: str = "") -> Card:
     """Count what `params` adds."""
     leaves = jax.tree.leaves(params)
     return Card(method, sum(x.size for x in leaves), sum(x.size * x.dtype.itemsize for x in leaves), note)
+
+
+def kept_in(loaded: LoadedDrafter, dtype: Any) -> LoadedDrafter:
+    """The drafter with its float32 matrices in `dtype`, and a card that says what they take now."""
+    params = lowered(loaded.params, dtype)
+    return loaded._replace(params=params, card=card(loaded.card.method, params, loaded.card.note))
 
 
 def options(function: Callable) -> tuple[str, ...]:

@@ -103,21 +103,18 @@ def shapes(init: Callable) -> Any:
     return jax.eval_shape(lambda data: init(jax.random.wrap_key_data(data)), jax.ShapeDtypeStruct((2,), jnp.uint32))
 
 
-def read_params(
-    weights: str | Path | None, like: Callable[[Mapping[str, tuple[int, ...]]], Any], *, dtype: Any = jnp.float32
-) -> Any:  # fmt: skip
-    """The parameters of a saved drafter, in the dtypes of the file.
+def read_params(weights: str | Path | None, like: Callable[[Mapping[str, tuple[int, ...]]], Any]) -> Any:
+    """The parameters of a saved drafter, in the dtypes of the file; matrices that it has in 8 bits are float32.
 
     Args:
       weights: the directory.
       like: (shape of each tensor there is) -> a tree of the paths and shapes there should be.
-      dtype: what matrices become that the file has in 8 bits, float32 or bfloat16.
 
     Raises:
       ValueError: tensors that are missing, left over or of another shape, or a damaged file.
     """
     path = Path(weights or ".") / WEIGHTS
-    tensors = restored(path, read_tensors(path), dtype)
+    tensors = restored(path, read_tensors(path))
     tree = like({name: x.shape for name, x in tensors.items()})
     wanted = flat(tree)
     check_tensors(path, {name: x.shape for name, x in wanted.items()}, tensors)

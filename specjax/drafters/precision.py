@@ -1,4 +1,4 @@
-"""Numbers that a drafter's matrices are written in: a float, or 8 bits.
+"""Numbers that a drafter's matrices are kept in: a float in memory, a float or 8 bits on disk.
 
 A matrix in 8 bits is int8 under its name, and "<name>.scale", a float32 for each output channel (for each head too, where
 heads are stacked).  Vectors, stacked ones among them, stay as they are.
@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from specjax import sharding
 
 SCALE = ".scale"
 """What follows a matrix's name in that of its scales; a path has no dot in it."""
@@ -39,6 +42,22 @@ def is_matrix(name: str, x: Any) -> bool:
     return x.ndim > 1 and not name.endswith("bias")
 
 
+def matrices(params: Any) -> Any:
+    """Which leaves of a tree are matrices."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(sharding.name_of(path), x), params)
+
+
+def lowered(params: Any, dtype: Any) -> Any:
+    """Parameters whose float32 matrices are of `dtype`, in which products are then computed; gradients pass through."""
+    lower = lambda x, matrix: x.astype(dtype) if matrix and x.dtype == jnp.float32 else x
+    return jax.tree.map(lower, params, matrices(params))
+
+
+def dtype_of(params: Any) -> Any:
+    """The dtype of a model's largest tensor."""
+    return max(jax.tree.leaves(params), key=lambda x: x.size).dtype
+
+
 def quantized(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [..., in, out] as int8 and scales float32 [..., out]: their product is off by half a step, scale / 2, at most."""
     x = x.astype(np.float32)
@@ -49,8 +68,8 @@ def quantized(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(x / np.where(scale > 0, scale, 1)[..., None, :]).astype(np.int8), scale
 
 
-def restored(source: str | Path, tensors: Mapping[str, np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
-    """Tensors as they were before `as_dtype`: int8 times its scales, as `dtype`; the others as they are.
+def restored(source: str | Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors as they were before `as_dtype`: int8 times its scales, in float32; the others as they are.
 
     Raises:
       ValueError: int8 without its scales, scales without int8, or scales that do not fit.
@@ -68,5 +87,5 @@ def restored(source: str | Path, tensors: Mapping[str, np.ndarray], dtype: Any) 
     faults = [f"{len(names)} {what}: {', '.join(names[:8])}" for what, names in groups.items() if names]
     if faults:
         raise ValueError(f"{source}: tensors do not fit: {'; '.join(faults)}: save the drafter again")
-    whole = {name: (x.astype(np.float32) * scales[name][..., None, :]).astype(dtype) for name, x in matrices.items()}
+    whole = {name: x.astype(np.float32) * scales[name][..., None, :] for name, x in matrices.items()}
     return {name: whole.get(name, x) for name, x in tensors.items() if not name.endswith(SCALE)}

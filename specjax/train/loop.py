@@ -18,11 +18,11 @@ import optax
 from jax.sharding import Mesh
 
 from specjax import checkpoint, distributed, sharding
-from specjax.drafters.precision import is_matrix
+from specjax.drafters.precision import lowered, matrices
 from specjax.drafters.recipe import Batch, Recipe, with_output
 from specjax.train.journal import Journal, Report
 from specjax.train.packing import Batches
-from specjax.train.settings import Settings, check, check_compute, rates
+from specjax.train.settings import Settings, check, rates
 from specjax.types import Array, LanguageModel
 
 
@@ -41,22 +41,6 @@ def adamw(s: Settings) -> optax.GradientTransformation:
     """The optimizer of a run."""
     update = optax.adamw(rates(s), b1=0.9, b2=0.95, weight_decay=s.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(s.clip), update)
-
-
-def matrices(params: Any) -> Any:
-    """Which leaves are matrices, as `precision.is_matrix` tells them."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(sharding.name_of(path), x), params)
-
-
-def lowered(params: Any, dtype: str) -> Any:
-    """Parameters whose float32 matrices are of `dtype`, in which products are then computed; gradients pass through.
-
-    Raises:
-      ValueError: a dtype that is neither float32 nor bfloat16.
-    """
-    check_compute(dtype)
-    lower = lambda x, matrix: x.astype(dtype) if matrix and x.dtype == jnp.float32 else x
-    return jax.tree.map(lower, params, matrices(params))
 
 
 def train_step(

@@ -13,7 +13,7 @@ import pytest
 from specjax import decode, keys, load_drafter, sampling
 from specjax.drafters import files, hydra, medusa, parallel_heads
 from specjax.drafters.dflash import loss as block_loss
-from specjax.drafters.precision import is_matrix
+from specjax.drafters.precision import is_matrix, lowered
 from specjax.drafters.recipe import Batch, with_output
 from specjax.drafters.siblings import SIBLINGS
 from specjax.models.load import LM
@@ -253,6 +253,21 @@ def test_saved_and_loaded_again(name, tmp_path):
     if name not in ("mtp", "peagle", *h.EAGLES, *h.BLOCKS):
         with pytest.raises(ValueError, match="num_draft 4 > 3 heads"):
             load_drafter(method, TARGET_LM, num_draft=4, weights=h.saved(name))
+
+
+@each
+def test_matrices_are_in_the_targets_numbers(name):
+    """Beside a target in bfloat16 so are they, a round of decoding can be traced with them, and the card counts their bytes."""
+    method, target = name.split(",")[0], lowered(h.target_params(), jnp.bfloat16)
+    given = (h.target_params(), target)
+    whole, half = (load_drafter(method, TARGET_LM._replace(params=p), num_draft=K, weights=h.saved(name)) for p in given)
+    assert {str(x.dtype) for path, x in files.flat(half.params).items() if is_matrix(path, x)} == {"bfloat16"}
+    assert half.card.extra_bytes < 0.6 * whole.card.extra_bytes
+    assert half.drafter is whole.drafter and half.card.extra_parameters == whole.card.extra_parameters
+    inputs = [jnp.asarray(x, jnp.int32) for x in ([[1] * decode.capacity_for(12, half.drafter)], [4], [12], [[-1]])]
+    key, law = keys.request_keys(jax.random.key(0), jnp.arange(1)), sampling.stack([SamplingParams(temperature=1.0)], h.V)
+    run, both = h.program(h.TARGET, half.drafter, RULES[half.rule]), Params(target, half.params)
+    jax.eval_shape(run, both, *inputs, key, law, jnp.asarray(1))  # strict promotion refuses numbers that do not go together
 
 
 @each

@@ -10,9 +10,9 @@ import tiny_model
 from specjax import flags, load, load_drafter
 from specjax.commands import train as train_commands
 from specjax.drafters import objectives
+from specjax.drafters.precision import matrices
 from specjax.train import cards, checks, corpus, recipes, run, start
 from specjax.train.digests import vocabulary
-from specjax.train.loop import matrices
 from specjax.train.settings import Settings
 from specjax.train.work import Work, read_split, smoke
 
