@@ -6,6 +6,7 @@ heads are stacked).  Vectors, stacked ones among them, stay as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from specjax import sharding
 
 SCALE = ".scale"
 """What follows a matrix's name in that of its scales; a path has no dot in it."""
@@ -44,7 +43,8 @@ def is_matrix(name: str, x: Any) -> bool:
 
 def matrices(params: Any) -> Any:
     """Which leaves of a tree are matrices."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(sharding.name_of(path), x), params)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return jax.tree_util.tree_map_with_path(lambda path, x: is_matrix(name(path), x), params)
 
 
 def lowered(params: Any, dtype: Any) -> Any:
