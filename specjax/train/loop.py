@@ -22,7 +22,7 @@ from specjax.drafters.precision import lowered, matrices
 from specjax.drafters.recipe import Batch, Recipe, with_output
 from specjax.train.journal import Journal, Report
 from specjax.train.packing import Batches
-from specjax.train.settings import Settings, check, rates
+from specjax.train.settings import Settings, check, check_compute, rates
 from specjax.types import Array, LanguageModel
 
 
@@ -51,6 +51,7 @@ def train_step(
 
     An update without labels, or with a loss or gradient that is not finite, leaves parameters and optimizer as they were.
     """
+    check_compute(compute)
     frozen = lowered(target_params, compute)
 
     def loss_of(params, part, key):

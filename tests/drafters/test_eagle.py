@@ -367,7 +367,15 @@ def test_a_prompt_of_one_token_drafts_nothing_at_first():
     assert result.drafted[1].tolist()[:2] == [0, 5] and (result.drafted[[0, 2, 3, 4], 0] == 5).all()
 
 
-@pytest.mark.parametrize(("name", "tree"), [("eagle3", "dynamic"), ("eagle3.1", "chain")])  # a head of its own, and none
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("eagle3", "dynamic"),  # a head of its own
+        ("eagle3.1", "chain"),  # and none
+        pytest.param("eagle3", "chain", marks=pytest.mark.slow),
+        pytest.param("eagle3.1", "dynamic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_draft_vocabulary(name, tree, tmp_path):
     """No other id is ever proposed, with a head of its own or the target's columns; tokens are plain decoding's; from disk."""
     config, p = VARIANTS[name], params_of(name, IDS)

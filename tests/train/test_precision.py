@@ -9,9 +9,9 @@ import pytest
 from specjax import checkpoint
 from specjax.drafters.precision import lowered
 from specjax.drafters.recipe import Batch, with_output
-from specjax.train.loop import begin, fit
+from specjax.train.loop import begin, fit, train_step
 from specjax.train.packing import Batches
-from specjax.train.settings import Settings, check_compute
+from specjax.train.settings import Settings
 
 SETTINGS = Settings(steps=4, peak=1e-2, warmup=1, log_every=1, evaluate_every=99, save_seconds=0.0, compute="bfloat16")
 RECIPES = {name: h.RECIPES[name](2) for name in ("medusa", "mtp")}
@@ -80,4 +80,4 @@ def test_what_is_lowered():
     assert kinds == {"m": "bfloat16", "v": "float32", "up_bias": "float32", "i": "int32", "h": "float16"}
     assert jax.tree.map(lambda x: x.dtype, lowered(tree, "float32")) == jax.tree.map(lambda x: x.dtype, tree)
     with pytest.raises(ValueError, match="compute 'float16' is not supported: train in float32 or bfloat16"):
-        check_compute("float16")
+        train_step(None, tree, None, None, recipe=RECIPES["mtp"], target=None, optimizer=None, compute="float16")
