@@ -202,13 +202,13 @@ def test_R09_a_step_sees_the_true_entries_up_to_its_own_and_its_own_before_it(mo
 
     That keys are seen, and not only reached through what is recycled, shows in the columns: step j has those of 1 .. j - 1.
     """
-    counts, real, is_columns = [], eagle_loss.step, lambda x: isinstance(x, Columns)
+    counts, real, is_columns = [], eagle_head.step, lambda x: isinstance(x, Columns)
 
     def counted(*inputs):
         counts.extend(x.k.shape[3] for x in jax.tree.leaves(inputs, is_leaf=is_columns) if is_columns(x))
         return real(*inputs)
 
-    monkeypatch.setattr(eagle_loss, "step", counted)
+    monkeypatch.setattr(eagle_head, "step", counted)
     t, config, p = 5, h.EAGLES["eagle3"], params_of("eagle3")
     features = jax.random.normal(jax.random.key(0), (1, t, 2, 16))
     embedded = [jax.random.normal(jax.random.key(j + 1), (1, t, 16)) for j in range(K)]
