@@ -6,7 +6,8 @@ pays by exactly this ratio.  A single row of bfloat16 falls on a slow kernel of 
 
 Command:    python experiments/few_rows.py
 Run time:   20 seconds on 2 cores.
-Expected:   float32 alike but for noise; bfloat16 takes a sixth to two fifths less with kernels [out, in], two rows most of all.
+Expected:   float32 alike but for noise and 8 rows; bfloat16 takes a sixth to two fifths less with kernels [out, in], two rows
+            most of all.
 """
 
 from __future__ import annotations

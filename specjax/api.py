@@ -55,14 +55,15 @@ class Piece(NamedTuple):
 
 
 def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> LoadedDrafter:
-    """A drafter by the name of its method; matrices read from `weights` are in bfloat16 where the target's are.
+    """A drafter by the name of its method, its matrices in the target's numbers, float32 or bfloat16, whatever its file has.
 
     Args:
       method: a key of METHODS.
       lm: the target.
       num_draft: K, the tokens drafted along one path; bound here, for it is a static shape.
       **settings: options of the method's own `load`, such as `layers` of early_exit; `model` of small, and each of `models` of
-        specinfer, is an LM or what `load` takes; `weights` and `model` may be left out where the package has them for `lm`.
+        specinfer, is an LM, which stays as it is, or what `load` takes; `weights` and `model` may be left out where the
+        package has them for `lm`.
 
     Raises:
       ValueError: an unknown method or option (naming the nearest), num_draft below 1, a drafter that does not fit.
@@ -79,22 +80,23 @@ def load_drafter(method: str, lm: LM, *, num_draft: int = 4, **settings) -> Load
     packaged = None if given else zoo.drafter(lm.name, method)
     if packaged is not None:
         settings[zoo.argument(packaged)] = str(packaged)
+    numbers = dtype_of(lm.params)
     for name in {"model", "models"} & set(known):
         if settings.get(name):
-            settings[name] = _loaded(settings[name])
+            settings[name] = _loaded(settings[name], numbers.name)
         elif not settings.get("weights"):
             raise ValueError(f"method {method!r} needs `{name}`: path or name of a language model of the target's vocabulary")
     loaded = METHODS[method].load(lm, num_draft=num_draft, **settings)
     if settings.get("weights"):
-        loaded = kept_in(loaded, dtype_of(lm.params))
+        loaded = kept_in(loaded, numbers)
     return sharding.loaded_over(loaded, sharding.mesh_of(lm.params), lm.params)
 
 
-def _loaded(model: str | LM | Sequence[str | LM]) -> LM | tuple[LM, ...]:
+def _loaded(model: str | LM | Sequence[str | LM], dtype: str) -> LM | tuple[LM, ...]:
     """A model, or each of several, loaded where only its name was given."""
     if isinstance(model, str):
-        return load(model)
-    return model if isinstance(model, LM) else tuple(cast(LM, _loaded(one)) for one in model)
+        return load(model, weights_dtype=dtype)
+    return model if isinstance(model, LM) else tuple(cast(LM, _loaded(one, dtype)) for one in model)
 
 
 def find_rule(name: str) -> Rule:

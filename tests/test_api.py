@@ -12,6 +12,7 @@ import pytest
 import specjax
 from specjax import api
 from specjax.drafters import METHODS
+from specjax.drafters.precision import lowered
 from specjax.models.load import LM
 from specjax.sampling import SamplingParams
 from specjax.types import Params
@@ -182,6 +183,16 @@ def test_keys_can_be_used_again():
             for _ in range(2)
         ]
     assert once[0] == once[1]
+
+
+def test_a_model_by_name_is_kept_in_the_targets_numbers(monkeypatch):
+    asked = []
+    monkeypatch.setattr(api, "load", lambda name, **how: asked.append((name, how)) or CHATTY)
+    half = CHATTY._replace(params=lowered(CHATTY.params, jnp.bfloat16))
+    for lm in (CHATTY, half):
+        specjax.load_drafter("small", lm, model="a name")
+        specjax.load_drafter("small", lm, model=CHATTY)
+    assert asked == [("a name", {"weights_dtype": dtype}) for dtype in ("float32", "bfloat16")]
 
 
 def test_coupled_text_is_plain_text_for_every_drafter():

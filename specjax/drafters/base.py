@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 
-from specjax.drafters.precision import lowered
+from specjax.drafters.precision import converted
 from specjax.names import unknown
 from specjax.types import Drafter
 
@@ -51,8 +51,8 @@ def card(method: str, params: Any, note: str = "") -> Card:
 
 
 def kept_in(loaded: LoadedDrafter, dtype: Any) -> LoadedDrafter:
-    """The drafter with its float32 matrices in `dtype`, and a card that says what they take now."""
-    params = lowered(loaded.params, dtype)
+    """The drafter with its matrices in `dtype`, and a card that says what they take now."""
+    params = converted(loaded.params, dtype)
     return loaded._replace(params=params, card=card(loaded.card.method, params, loaded.card.note))
 
 

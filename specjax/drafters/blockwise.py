@@ -26,6 +26,7 @@ from specjax.drafters.base import LoadedDrafter, card
 from specjax.drafters.recipe import Batch, Recipe, labels
 from specjax.drafters.siblings import top
 from specjax.drafters.vocabulary import drawing_within, seen_by
+from specjax.models.layers import matmul
 from specjax.types import Array, Draft, Drafter, LanguageModel
 
 
@@ -92,8 +93,11 @@ def head_logits(target: LanguageModel, target_params, heads: dict[str, Array], h
 
 
 def each(x: Array, kernels: Array) -> Array:
-    """x [R, K, in] times kernels [K, in, out], each head by its own -> float32 [R, K, out]."""
-    return jnp.einsum("rki,kio->rko", x.astype(kernels.dtype), kernels, preferred_element_type=jnp.float32)
+    """x [R, K, in] times kernels [K, in, out], each head by its own -> float32 [R, K, out].
+
+    One product a head, for XLA for CPUs refuses the batched one of bfloat16 outside of a loop.
+    """
+    return jnp.stack([matmul(x[:, k], kernel) for k, kernel in enumerate(kernels)], 1)
 
 
 def first_heads(heads: dict[str, Array], count: int) -> dict[str, Array]:

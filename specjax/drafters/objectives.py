@@ -118,8 +118,8 @@ def kept(x: Array) -> Array:
 
 def behind(x: Array, count: int) -> Array:
     """x [B, T, ...] moved so that position t holds what stood at t - count; zeros before the beginning."""
-    kept = x[:, : max(x.shape[1] - count, 0)]
-    return jnp.pad(kept, ((0, 0), (x.shape[1] - kept.shape[1], 0)) + ((0, 0),) * (x.ndim - 2))
+    stays = x[:, : max(x.shape[1] - count, 0)]
+    return jnp.pad(stays, ((0, 0), (x.shape[1] - stays.shape[1], 0)) + ((0, 0),) * (x.ndim - 2))
 
 
 def ahead(x: Array, count: int) -> Array:

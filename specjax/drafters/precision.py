@@ -24,16 +24,16 @@ def as_dtype(tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> dict[str, np
     if dtype == jnp.int8:
         # biases in 8 bits would save nothing, and heads would share a scale
         whole = {name for name, x in tensors.items() if not is_matrix(name, x)}
-        matrices = {name: quantized(name, x) for name, x in tensors.items() if name not in whole}
-        scales = {f"{name}{SCALE}": scale for name, (_, scale) in matrices.items()}
-        return {**{name: tensors[name] for name in whole}, **{name: q for name, (q, _) in matrices.items()}, **scales}
+        small = {name: quantized(name, x) for name, x in tensors.items() if name not in whole}
+        scales = {f"{name}{SCALE}": scale for name, (_, scale) in small.items()}
+        return {**{name: tensors[name] for name in whole}, **{name: q for name, (q, _) in small.items()}, **scales}
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"matrices cannot be kept as {dtype}: choose float32, bfloat16, float16 or int8")
-    matrices = {name: x.astype(np.float32) for name, x in tensors.items() if is_matrix(name, x)}
-    large = [name for name, x in matrices.items() if not np.abs(x).max(initial=0) <= float(jnp.finfo(dtype).max)]
+    exact = {name: x.astype(np.float32) for name, x in tensors.items() if is_matrix(name, x)}
+    large = [name for name, x in exact.items() if not np.abs(x).max(initial=0) <= float(jnp.finfo(dtype).max)]
     if large:
         raise ValueError(f"{large[0]} holds NaN or what {dtype} cannot: look at it, or choose float32")
-    return {name: matrices[name].astype(dtype) if name in matrices else x for name, x in tensors.items()}
+    return {name: exact[name].astype(dtype) if name in exact else x for name, x in tensors.items()}
 
 
 def is_matrix(name: str, x: Any) -> bool:
@@ -51,6 +51,12 @@ def lowered(params: Any, dtype: Any) -> Any:
     """Parameters whose float32 matrices are of `dtype`, in which products are then computed; gradients pass through."""
     lower = lambda x, matrix: x.astype(dtype) if matrix and x.dtype == jnp.float32 else x
     return jax.tree.map(lower, params, matrices(params))
+
+
+def converted(params: Any, dtype: Any) -> Any:
+    """Parameters whose matrices, in whatever floats they came, are of `dtype`."""
+    convert = lambda x, matrix: x.astype(dtype) if matrix and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(convert, params, matrices(params))
 
 
 def dtype_of(params: Any) -> Any:
@@ -74,18 +80,18 @@ def restored(source: str | Path, tensors: Mapping[str, np.ndarray]) -> dict[str,
     Raises:
       ValueError: int8 without its scales, scales without int8, or scales that do not fit.
     """
-    matrices = {name: x for name, x in tensors.items() if x.dtype == np.int8}
+    small = {name: x for name, x in tensors.items() if x.dtype == np.int8}
     scales = {name.removesuffix(SCALE): x for name, x in tensors.items() if name.endswith(SCALE)}
     shape = lambda x: x.shape[:-2] + x.shape[-1:]
-    fits = lambda name, s: s.dtype == np.float32 and matrices[name].ndim > 1 and s.shape == shape(matrices[name])
+    fits = lambda name, s: s.dtype == np.float32 and small[name].ndim > 1 and s.shape == shape(small[name])
     groups = {
-        "of int8 without scales": sorted(matrices.keys() - scales.keys()),
-        "with scales and not of int8": sorted(scales.keys() - matrices.keys()),
-        "with scales of another shape or dtype": sorted(n for n in matrices.keys() & scales.keys() if not fits(n, scales[n])),
+        "of int8 without scales": sorted(small.keys() - scales.keys()),
+        "with scales and not of int8": sorted(scales.keys() - small.keys()),
+        "with scales of another shape or dtype": sorted(n for n in small.keys() & scales.keys() if not fits(n, scales[n])),
         "with scales that are not finite": sorted(n for n, s in scales.items() if not np.isfinite(s).all()),
     }
     faults = [f"{len(names)} {what}: {', '.join(names[:8])}" for what, names in groups.items() if names]
     if faults:
         raise ValueError(f"{source}: tensors do not fit: {'; '.join(faults)}: save the drafter again")
-    whole = {name: x.astype(np.float32) * scales[name][..., None, :] for name, x in matrices.items()}
+    whole = {name: x.astype(np.float32) * scales[name][..., None, :] for name, x in small.items()}
     return {name: whole.get(name, x) for name, x in tensors.items() if not name.endswith(SCALE)}

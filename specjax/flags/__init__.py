@@ -108,7 +108,7 @@ class Lossless:
     plant_bias: float = 0.0
     """Spoil the output by this total variation per token, to see the report fail."""
     weights_dtype: str = "float32"
-    """Numbers the weights are stored in, those of a trained drafter too: float32 or bfloat16."""
+    """Numbers the weights are kept in, those of a drafter loaded beside the target too: float32 or bfloat16."""
     prompts: str | None = None
     """A file of prompts as for `bench`; those of the demo if not given."""
     limit: int = 8

@@ -44,7 +44,7 @@ class Target:
     model: str = "smollm2-135m"
     """A name, a Hugging Face directory, a .gguf file, or a hub id org/name."""
     weights_dtype: str = "float32"
-    """Numbers the weights are stored in, those of a trained drafter too: float32 or bfloat16."""
+    """Numbers the weights are kept in, those of a drafter loaded beside the target too: float32 or bfloat16."""
     mesh: str | None = None
     """Spread the model over all devices: data=2,model=4, or a slice by name, such as v5e-8; one device if not given."""
 

@@ -1,6 +1,6 @@
 """Layers that the target and the drafting heads are built from: linear, norms, rotary, attention, feed-forward.
 
-Kernels are stored [in, out] (measured on CPU: 30 ms against 39 ms for a pass of 4 tokens of a 135M model) with the
+Kernels are stored [in, out] (which way is faster differs by CPU, rows and numbers: experiments/few_rows.py) with the
 output axis kept in its parts, so that a sharding rule can cut it by KV head: q, k and v are one product, and so are
 gate and up.  Norms, probabilities and sums are float32 whatever the weights are.
 """
@@ -14,9 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from specjax import cache as kv
 from specjax.types import Array, KVCache
+
+PRODUCT = "product"
+"""The name of every product with weights, for a checkpoint policy that keeps those alone."""
 
 
 class Linear(nn.Module):
@@ -50,7 +54,8 @@ def matmul(x: Array, kernel: Array, *, axis: int = 0) -> Array:
     pad = rows.shape[0] == 1 and kernel.dtype == jnp.bfloat16
     rows = jnp.concatenate([rows, rows]) if pad else rows
     y = jax.lax.dot_general(rows, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-    return (y[:1] if pad else y).reshape(*x.shape[:-1], *kernel.shape[:axis], *kernel.shape[axis + 1 :])
+    y = (y[:1] if pad else y).reshape(*x.shape[:-1], *kernel.shape[:axis], *kernel.shape[axis + 1 :])
+    return checkpoint_name(y, PRODUCT)
 
 
 def last_axis(vector: Array, x: Array) -> Array:

@@ -81,11 +81,13 @@ def acceptance(
     Names carry the temperature: "tau_t0", "accepted_t0_1" (the share of rounds that accepted the first token), ...
 
     Raises:
-      ValueError: the recipe has no drafter, or target, drafter and rule do not fit.
+      ValueError: the recipe has no drafter, target, drafter and rule do not fit, or a temperature is out of range.
     """
     drafter = recipe.drafter
     if drafter is None:
         raise ValueError("this recipe trains nothing that drafts: leave acceptance out")
+    for temperature in temperatures:  # now, and not when something has been trained
+        sampling.check(SamplingParams(temperature=temperature), target.vocab_size)
     decoded = decoding(prompts, target=target, drafter=drafter, rule=rule, new_tokens=new_tokens, eos_ids=eos_ids, seed=seed)
 
     def at(both: Params, temperature: float) -> dict[str, float]:

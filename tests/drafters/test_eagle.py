@@ -1,6 +1,7 @@
 """The EAGLE family: the module entry by entry, training-time test against drafting, trees against EAGLE-2 in Python."""
 
 import functools
+import re
 
 import helpers as h
 import jax
@@ -115,6 +116,33 @@ def test_loss_and_gradient(name):
         return ref.pooled(lambda *at: found[at], SHARES, lambda pair, *at: nats(*pair, *at))
 
     ref.check(recipe, params_of(name, ids), reference)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, one KV head"])
+def test_what_the_backward_pass_keeps(name):
+    """Of 37 positions products with weights, one of each a step, and no scores, which grow with the square."""
+    config, t = h.EAGLES["eagle3"]._replace(hidden=20), 37
+    config = config._replace(kv_heads=1) if "one" in name else config
+    params = jax.eval_shape(lambda key: eagle_head.module_init(config, key), jax.random.key(0))
+    x, segments = jax.ShapeDtypeStruct((1, t, config.width), jnp.float32), jax.ShapeDtypeStruct((1, t), jnp.int32)
+    features = jax.ShapeDtypeStruct((1, t, len(config.taps), config.width), jnp.float32)
+
+    def backward(params, x, features, segments):
+        return jax.vjp(lambda p: eagle_loss.unrolled(config, p, [x] * K, features, segments), params)[1]
+
+    found = jax.tree.leaves(jax.eval_shape(backward, params, x, features, segments))
+    shapes = [r.shape for r in found if r.dtype == jnp.float32]  # the mask is read by every step, and made once
+    assert [s[-2:] for s in shapes].count((t, 2 * config.hidden)) == K, "gate and up, side by side"
+    assert not [s for s in shapes if len(s) > 1 and s[-1] == t and s[-2] >= t]
+
+
+def test_a_step_of_training_reads_the_targets_head_once():
+    """For the best token of all; the backward pass takes it from what was kept."""
+    recipe = eagle.recipe(h.TARGET, num_draft=K, config=VARIANTS["eagle3"], vocabulary=IDS)
+    batch = ref.batch()
+    loss = lambda p, both: recipe.loss(p, both, batch, jax.random.key(0))[0]
+    program = str(jax.make_jaxpr(jax.grad(loss))(params_of("eagle3", IDS), h.target_params()))
+    assert len(re.findall(rf":f32\[\d+,{h.V}\] = dot_general", program)) == 1
 
 
 def test_objectives_of_acceptance():

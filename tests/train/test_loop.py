@@ -15,7 +15,7 @@ from specjax.drafters.recipe import Batch, Recipe, forward, labels, with_output
 from specjax.drafters.small import small
 from specjax.models.transformer import TransformerConfig, language_model
 from specjax.train import corpus
-from specjax.train.evaluate import acceptance, held_out
+from specjax.train.evaluate import acceptance, decoding, held_out
 from specjax.train.export import save_directory
 from specjax.train.features import cached, estimate
 from specjax.train.loop import adamw as optimizer_of
@@ -342,6 +342,17 @@ def test_tau_is_that_of_decoding():
     assert len({at[f"accepted_t{t:g}_1"] for t in heats}) == 3, "each at its own temperature"
     with pytest.raises(ValueError, match="nothing that drafts"):
         acceptance(target_recipe(SMALL), PROMPTS, target=TARGET, rule=RULES["rejection"])
+    with pytest.raises(ValueError, match="temperature"):
+        acceptance(perfect, PROMPTS, target=TARGET, rule=RULES["rejection"], temperatures=(0.0, -1.0))
+
+
+def test_one_program_decodes_at_every_temperature():
+    traced, drafter = [], small(TARGET, num_draft=2)
+    noted = drafter._replace(propose=lambda *given: traced.append(given) or drafter.propose(*given))
+    decoded = decoding(PROMPTS, target=TARGET, drafter=noted, rule=RULES["rejection"], new_tokens=4)
+    both = Params(target_params(), target_params())
+    counts = [(decoded(both, heat), len(traced))[1] for heat in (0.0, 3.0)]
+    assert counts[0] == counts[1] > 0
     assert distil().assemble(1, 2) == Params(2, 1)
 
 

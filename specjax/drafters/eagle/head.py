@@ -25,7 +25,7 @@ from specjax import cache as kv
 from specjax.drafters import files
 from specjax.drafters.layer import Layer, LayerConfig, config_of
 from specjax.drafters.vocabulary import Ids, seen_by
-from specjax.models.layers import MLP, Attention, Columns, Linear, RMSNorm, RopeScaling, matmul, rope_frequencies
+from specjax.models.layers import MLP, PRODUCT, Attention, Columns, Linear, RMSNorm, RopeScaling, matmul, rope_frequencies
 from specjax.types import Array, KVCache, LanguageModel, Output, Params
 
 Layers = tuple[Array, ...]
@@ -202,7 +202,7 @@ def trained_step(config: EagleConfig) -> Callable:
     They grow with the positions, while scores of attention, which are made again, grow with their square.  XLA for CPUs is
     free to make them early, and then holds them all the same.
     """
-    return jax.checkpoint(functools.partial(step, config), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    return jax.checkpoint(functools.partial(step, config), policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
 
 
 def empty_cache(config: EagleConfig, batch: int, capacity: int) -> KVCache:

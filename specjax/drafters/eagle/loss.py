@@ -67,6 +67,9 @@ def scores(
       objective: one of `objectives`.
       law: its weight.
       state: the weight of the distance to the target's hidden state.
+
+    Raises:
+      ValueError: a vocabulary for a target that has no head to narrow.
     """
     labelled = batch._replace(places=placed(target, vocabulary))
     rows = judge(read, target, target_params, vocabulary=vocabulary, objective=objective, law=law, state=state)
