@@ -63,3 +63,14 @@ def test_calibration_is_scored_by_position(experiment):
     seen = outcomes(np.array([2] * 5 + [1] * 5), np.full(10, 2), 2)
     text = made.markdown({"as given": np.full((10, 2), 0.5)}, seen)
     assert "| | prefix accepted | 1.00 | 0.50 |" in text and "| as given | ECE | 0.500 | 0.250 |" in text
+
+
+def test_tau_over_tokens_counts_on_through_the_runs_of_a_card(experiment):
+    """Steps of a later run begin at 0; tokens are those of all runs; a line through points of a line is that line."""
+    made = experiment("tau_over_tokens")
+    table = "| step | tokens | held-out loss | tau, greedy | tau at temperature 1 |\n| --- | --- | --- | --- | --- |\n"
+    later = f"Judged on text, in decoding 24 prompts.\n\n{table}| 0 | 0 | 3 | 2 | 1.5 |\n| 4 | 1,024 | 2 | 3 | 2 |\n"
+    first = f"Judged on text, in decoding 12 prompts.\n\n{table}| 8 | 1,024 | 3 | 2 | 1.5 |\n"
+    (few, begun), (many, after) = made.runs(f"# eagle3\n\n{later}\nBefore that:\n\n{first}")
+    assert (few, many) == (12, 24) and begun.tolist() == [[1024, 2, 1.5]] and after.tolist() == [[1024, 2, 1.5], [2048, 3, 2]]
+    assert made.line(after, 1) == pytest.approx((-8, 1, 0), abs=1e-9)

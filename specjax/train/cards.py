@@ -64,7 +64,7 @@ DRAFTER = """# {recipe} for {target}
 Judged on held-out text: loss teacher-forced, tau (tokens a round) in decoding {prompts} prompts by {new_tokens} new tokens.
 
 {table}
-"""  # noqa: E501
+{before}"""  # noqa: E501
 
 
 SPENT = {"seen": r"\| seen \| ([\d,]*\d) tokens", "hours": r"\| hours \| ([\d.]+)"}
@@ -78,10 +78,15 @@ class Spent(NamedTuple):
     hours: float
 
 
+def read(directory: Path) -> str:
+    """The card beside a drafter's weights; empty where there is none."""
+    card = directory / "card.md"
+    return card.read_text("utf-8") if card.is_file() else ""
+
+
 def spent(directory: Path) -> Spent | None:
     """What the card beside a drafter's weights says; None where there is none, or it does not say."""
-    card = directory / "card.md"
-    text = card.read_text("utf-8") if card.is_file() else ""
+    text = read(directory)
     seen, hours = (re.search(pattern, text) for pattern in SPENT.values())
     return None if seen is None or hours is None else Spent(int(seen[1].replace(",", "")), float(hours[1]))
 
@@ -148,9 +153,15 @@ def drafter_card(
         "layers": lm.config.layers, "width": lm.model.width, "vocab_size": lm.model.vocab_size, "versions": versions(),
         "options": "".join(f", {name} {value}" for name, value in options.items()), "command": command or "the library",
         "data": described(data.train), "held": described(data.held_out), "size": size,
-        "table": over_training(journal),
+        "table": over_training(journal), "before": "" if begun is None else judged_before(begun.directory),
     }  # fmt: skip
     return DRAFTER.format(**facts)
+
+
+def judged_before(directory: Path) -> str:
+    """How a drafter that training begins from was judged, and those before it, under a heading; empty where no card says."""
+    found = re.search(r"^Judged on .*", read(directory), re.MULTILINE | re.DOTALL)
+    return "" if found is None else f"\nBefore that, as it was begun from:\n\n{found[0]}"
 
 
 def since(begun: Start | None, seen: int, hours: float) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def test_a_run(lm, data, tmp_path):
     np.testing.assert_allclose(reports[5].metrics["held_out_loss"], done.metrics["held_out_loss"], rtol=0.02)  # int8 since
     card, whole = (again.directory / "card.md").read_text(), cards.spent(again.directory)
     assert f"| begun from | {done.directory}, sha256 " in card and "640 tokens, 512 of them before: 1 updates" in card
+    assert card.count("| step | tokens |") == 2 and done.directory.joinpath("card.md").read_text().splitlines()[-1] in card
     assert whole.seen == 640 and abs(whole.hours - done.hours - again.hours) <= 0.01
 
 
