@@ -16,8 +16,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_legacy_prng_key", "error")
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_include_full_tracebacks_in_locations", False)  # no test reads where an operation was written: -12 %
-jax.config.update("jax_traceback_in_locations_limit", 1)
+jax.config.update("jax_traceback_in_locations_limit", 1)  # lowering writes less; scopes' names, which tests read, stay
 
 
 @pytest.fixture(autouse=True, scope="module")
