@@ -4,8 +4,8 @@ Question: does tau still rise with the logarithm of the tokens seen, and what wo
 
 Command:    python experiments/tau_over_tokens.py [specjax/zoo/smollm2-135m/eagle3/card.md ...] --out figure.png
 Run time:   a second; needs matplotlib (pip install "specjax[plot]")
-Expected:   a table of the runs and, for each temperature, a line a + b log2(tokens) by least squares with its residual.  The
-            prompts of two runs differ, so do their lines: a run's first point is the one before, judged anew.
+Expected:   for each temperature a line a + b log2(tokens) by least squares, from 300k tokens on, with its residual.  A run's
+            first point is the one before, judged anew, on other prompts in some.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from specjax.train.cards import JUDGED  # noqa: E402
+
 CARD = Path("specjax/zoo/smollm2-135m/eagle3/card.md")
-TAUS = {"greedy": "tau, greedy", "T = 1": "tau at temperature 1"}
+TAUS = {"greedy": JUDGED["tau_t0"], "T = 1": JUDGED["tau_t1"]}
 
 
 def runs(card: str) -> list[tuple[int, np.ndarray]]:
@@ -39,7 +41,7 @@ def runs(card: str) -> list[tuple[int, np.ndarray]]:
 
 
 def line(rows: np.ndarray, column: int) -> tuple[float, float, float]:
-    """(a, b, root mean square residual) of tau = a + b log2(tokens), from 300k tokens on."""
+    """(a, b, root mean square residual) of tau = a + b log2(tokens)."""
     x, y = np.log2(rows[:, 0]), rows[:, column]
     b, a = np.polyfit(x, y, 1)
     return a, b, float(np.sqrt(np.mean((a + b * x - y) ** 2)))

@@ -5,7 +5,7 @@ import os
 
 # Tests compile much and run little.  Set before jax is imported; XLA aborts at a flag it does not know, so by version.
 _known = importlib.metadata.version("jaxlib").startswith("0.10.")
-_flags = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" * _known  # 4.3 s -> 1.7 s a program
+_flags = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" * _known  # 4.3 s -> 1.8 s a program
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0" + _flags)
 
 import jax  # noqa: E402

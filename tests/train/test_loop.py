@@ -344,6 +344,7 @@ def test_tau_is_that_of_decoding():
         acceptance(target_recipe(SMALL), PROMPTS, target=TARGET, rule=RULES["rejection"])
     with pytest.raises(ValueError, match="temperature"):
         acceptance(perfect, PROMPTS, target=TARGET, rule=RULES["rejection"], temperatures=(0.0, -1.0))
+    assert distil().assemble(1, 2) == Params(2, 1)
 
 
 def test_one_program_decodes_at_every_temperature():
@@ -353,7 +354,6 @@ def test_one_program_decodes_at_every_temperature():
     both = Params(target_params(), target_params())
     counts = [(decoded(both, heat), len(traced))[1] for heat in (0.0, 3.0)]
     assert counts[0] == counts[1] > 0
-    assert distil().assemble(1, 2) == Params(2, 1)
 
 
 def test_export_reads_back(tmp_path):
