@@ -71,4 +71,4 @@ def test_options(tmp_path):
     assert load().rule == chain.rule == "rejection" and load().drafter.children == "point"
     assert tree.rule == "target_match" and tree.drafter.num_nodes == 5 and not tree.drafter.chain
     with pytest.raises(ValueError, match="made for a target of width 16 != 24: train one for this target"):
-        load(LM(h.TARGET._replace(width=24), {}, None, None))
+        load(lm._replace(model=h.TARGET._replace(width=24)))
