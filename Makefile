@@ -2,6 +2,7 @@
 VENV ?= .venv
 PARITY ?= .venv-parity
 PYTHON ?= python3
+PEERS := speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0 specforge==0.2.0
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-slow lint types doctest notebooks parity clean
@@ -24,8 +25,8 @@ types: $(VENV)/.test
 doctest: $(VENV)/.test
 	$(BIN)/python -m pytest --doctest-modules specjax
 
-parity: $(PARITY)/.parity
-	$(PARITY)/bin/python -m pytest -m parity tests/parity
+parity: $(PARITY)/.parity $(PARITY)/.peers
+	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal -m parity tests/parity
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +47,12 @@ $(PARITY)/.parity: pyproject.toml
 	$(PARITY)/bin/python -m pip install -q "torch==2.13.0"
 	$(PARITY)/bin/python -m pip install -q -e ".[test,parity]"
 	touch $@
+
+# --no-deps: they ask for engines and for older transformers, which what is compared does not use
+$(PARITY)/.peers: $(PARITY)/.parity
+	if $(PARITY)/bin/python -m pip install -q loguru pydantic-settings openai datasets && \
+	   $(PARITY)/bin/python -m pip install -q --no-deps $(PEERS); then touch $@; \
+	else echo "$(PEERS) cannot be installed here: live tests against them will be skipped"; fi
 
 clean:
 	rm -rf $(VENV) $(PARITY) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,10 +1,9 @@
 """Block drafters against z-lab's `dflash` 0.1.0 and SpecForge 0.2.0, live: files that they write, loaded here.
 
-pip install -e ".[test,parity]" && pip install --no-deps --target PEERS dflash==0.1.0 specforge==0.2.0
-PYTHONPATH=PEERS pytest -m parity tests/parity/test_dflash_live.py        (1 minute)
+make parity        (all of tests/parity; this file takes 2 minutes)
 
-They are no part of the extra: both ask for engines that this test does not need.  Theirs run in float64 where hidden states,
-losses and gradients are compared, so that what differs is our own rounding.
+`make parity` installs them without the engines that they ask for and this test does not need.  Theirs run in float64 where
+hidden states, losses and gradients are compared, so that what differs is our own rounding.
 """
 
 import functools
@@ -142,15 +141,13 @@ def test_hidden_states(name, tmp_path, record_property):
 @pytest.mark.parametrize("name", [*VARIANTS, "dflash2"])
 def test_greedy_drafts(name, tmp_path):
     """Their first drafts after some prompts, from the target's own features in either library."""
-    theirs, (reference, lm), found = zlab(name), target(), set()
+    theirs, (reference, lm) = zlab(name), target()
     loaded(theirs, name, tmp_path)
     method, option = ("dflash2", {}) if name == "dflash2" else ("dflash", {"anchor_first": False})
     own = load_drafter(method, lm, num_draft=4, weights=str(tmp_path), **option)
-    for prompt in PROMPTS:
-        *_, draft = generated(own, lm, prompt, 1)
-        assert draft == drafted_by(theirs, reference, prompt)
-        found |= set(draft)
-    assert len(found) > 2
+    drafts = [draft for *_, draft in generated(own, lm, PROMPTS, 1)]
+    assert drafts == [drafted_by(theirs, reference, prompt) for prompt in PROMPTS]
+    assert len({token for draft in drafts for token in draft}) > 2
 
 
 @functools.cache
@@ -182,7 +179,7 @@ def test_whole_generations(name, tmp_path, monkeypatch, record_property):
         method, option = ("dflash2", {}) if name == "dflash2" else ("dflash", {"anchor_first": False})
         own = load_drafter(method, lm, num_draft=4, weights=str(path), **option)
         first = len(prompt) + 1  # they begin with a token of the target's own
-        got, emitted, _ = generated(own, lm, line[:first], 29)
+        [(got, emitted, _)] = generated(own, lm, [line[:first]], 29)
         assert got == line
         whole = [n for n, end in zip(stats.acceptance_lengths, np.cumsum(stats.acceptance_lengths), strict=True) if end <= 24]
         assert emitted[: len(whole)] == whole
@@ -191,24 +188,26 @@ def test_whole_generations(name, tmp_path, monkeypatch, record_property):
     assert 1 < np.mean(took) < 5 and len(set(took)) > 2
 
 
-def generated(own, lm, prompt, new):
-    """(tokens, how many each round gave, the first draft) at temperature 0."""
-    params, drafter, n = Params(lm.params, own.params), own.drafter, len(prompt)
-    tokens = np.zeros((1, decode.capacity_for(n + new, drafter)), np.int32)
-    tokens[0, :n] = prompt
+def generated(own, lm, prompts, new):
+    """(tokens, how many each round gave, the first draft) of each prompt at temperature 0, in one program."""
+    params, drafter, n = Params(lm.params, own.params), own.drafter, np.asarray([len(prompt) for prompt in prompts])
+    tokens = np.zeros((len(n), decode.capacity_for(int(n.max()) + new, drafter)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
     static = dict(target=lm.model, drafter=drafter)
 
     @jax.jit
-    def go(params, tokens):
-        law, key = sampling.stack([SamplingParams()], V), keys.request_keys(jax.random.key(0), jnp.arange(1))
-        ends = jnp.full(1, n + new, jnp.int32), jnp.full((1, 1), -1, jnp.int32)
-        state = decode.start(params, tokens, jnp.full(1, n, jnp.int32), *ends, key, law, **static)
+    def go(params, tokens, n):
+        law = sampling.stack([SamplingParams()] * len(n), V)
+        key, stop = keys.request_keys(jax.random.key(0), jnp.arange(len(n))), jnp.full((len(n), 1), -1, jnp.int32)
+        state = decode.start(params, tokens, n, n + new, stop, key, law, **static)
         state = decode.prefill(params, state, chunk=4, **static)
         look = lambda draft, log_p, verdict: draft.tokens
         return decode.run(params, state, jnp.asarray(new), rule=RULES["rejection"], max_rounds=new, probe=look, **static)
 
-    state, log = go(params, jnp.asarray(tokens))
-    return np.asarray(state.tokens)[0, : n + new].tolist(), np.asarray(log.emitted)[0].tolist(), log.probed[0, 0].tolist()
+    state, log = go(params, jnp.asarray(tokens), jnp.asarray(n, jnp.int32))
+    rows = zip(np.asarray(state.tokens), n, np.asarray(log.emitted), np.asarray(log.probed[:, 0]), strict=True)
+    return [(row[: k + new].tolist(), emitted.tolist(), draft.tolist()) for row, k, emitted, draft in rows]
 
 
 def drafted_by(theirs, reference, line):

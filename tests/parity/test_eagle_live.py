@@ -1,10 +1,10 @@
 """EAGLE-3 and 3.1 against `Eagle3DraftModel` of speculators 0.9, live: files written here, loaded there, and written again.
 
-pip install -e ".[test,parity]" loguru pydantic-settings openai datasets && pip install --no-deps speculators==0.9.0
-pytest -m parity tests/parity/test_eagle_live.py        (1 minute)
+make parity        (all of tests/parity; this file takes 1 minute)
 
-It is no part of the extra: speculators asks for transformers below 5.20 and for much that this test does not need.  Theirs
-runs in float64, so that what differs is our own rounding: in float32 each side is up to 7e-6 away from that by the fourth step.
+`make parity` installs speculators without what it asks for, transformers below 5.20 and much that this test does not need: it
+is no part of the extra.  Theirs runs in float64, so that what differs is our own rounding: in float32 each side is up to 7e-6
+away from that by the fourth step.
 """
 
 import json

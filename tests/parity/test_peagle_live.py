@@ -1,6 +1,6 @@
 """P-EAGLE against `PEagleDraftModel` of speculators 0.9, live: files written here, loaded there, and written again.
 
-pytest -m parity tests/parity/test_peagle_live.py        (1 minute; see test_eagle_live.py for what to install)
+make parity        (all of tests/parity; this file takes 1 minute; see test_eagle_live.py)
 
 Theirs runs in float64 as its training does: on the positions of each depth that its conditional drop keeps.
 """
