@@ -288,13 +288,17 @@ def test_a_backbone_begins_as_the_targets_last_layers():
     np.testing.assert_array_equal(p["fc"]["kernel"], np.eye(32, 16, -16))
 
 
+def begun(config):
+    return jax.jit(functools.partial(start.params_init, h.TARGET, config))(jax.random.key(0), h.target_params())
+
+
 def test_what_the_target_has_no_like_of_begins_as_nothing():
     """A layer too many, a narrower feed-forward, other heads: what they add is zero, and the rest is the target's."""
     silent = lambda p, layer, name, part: not p[layer][name][part]["kernel"].any()
-    p = start.params_init(h.TARGET, SMALL(layers=3, hidden=24), jax.random.key(0), h.target_params())
+    p = begun(SMALL(layers=3, hidden=24))
     assert p["layer_1"]["mlp"]["gate_up"]["kernel"].shape == (16, 48) and p["layer_1"]["mlp"]["gate_up"]["kernel"].any()
     assert [silent(p, f"layer_{i}", "mlp", "down") for i in range(3)] == [True] * 3
     assert [silent(p, f"layer_{i}", "attention", "out") for i in range(3)] == [True, False, False]
-    p = start.params_init(h.TARGET, SMALL(heads=2), jax.random.key(0), h.target_params())
+    p = begun(SMALL(heads=2))
     assert silent(p, "layer_0", "attention", "out") and not silent(p, "layer_0", "mlp", "down")
     assert p["layer_0"]["attention"]["q"]["kernel"].any()

@@ -115,8 +115,9 @@ def test_best_tokens():
 def test_it_begins_as_dflash():
     """Convolutions that change nothing and a selector that adds nothing: DFlash's laws, cut to the candidates."""
     plain = CONFIG._replace(conv_taps=0)
-    p = dflash2.params_init(h.TARGET, CONFIG, SELECTOR, None, jax.random.key(0), h.target_params())
-    own = start.params_init(h.TARGET, plain, jax.random.key(0), h.target_params())
+    begun = lambda init, *config: jax.jit(functools.partial(init, h.TARGET, *config))(jax.random.key(0), h.target_params())
+    p = begun(dflash2.params_init, CONFIG, SELECTOR, None)
+    own = begun(start.params_init, plain)
     own = {**own, **{f"layer_{i}": {n: p[f"layer_{i}"][n] for n in own[f"layer_{i}"]} for i in range(CONFIG.layers)}}
     assert p["layer_0"]["mlp_conv"]["base"][:, 0].min() == 1 and not p["selector"]["after"].any()
     disturbed = lambda tree: {**tree, "layer_0": {**tree["layer_0"], "mlp": h.trained("dflash")["layer_0"]["mlp"]}}

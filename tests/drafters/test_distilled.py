@@ -83,7 +83,7 @@ def test_what_was_distilled_is_published_and_loaded(tmp_path):
     lm, recipe = LM(target, own, h.tokenizer(), config), small.recipe(target, model, num_draft=3, objective=objectives.kl)
     given = with_output(ref.batch()._replace(output=()), target, own)
     value = jax.jit(jax.value_and_grad(lambda p: recipe.loss(p, own, given, jax.random.key(0))[0]))
-    params = recipe.init(jax.random.key(0), own)
+    params = jax.jit(recipe.init)(jax.random.key(0), own)
     for _ in range(3):
         params = jax.tree.map(lambda x, g: x - 0.05 * g, params, value(params)[1])
     save_directory(tmp_path, config._replace(layers=1), params, lm.tokenizer, dtype=np.float32)
@@ -99,7 +99,7 @@ def test_what_was_distilled_is_published_and_loaded(tmp_path):
 def test_the_target_itself_has_nothing_to_learn():
     """Forward KL of a model that is the target is zero, and so is its gradient; it starts as the target."""
     recipe = small.recipe(h.TARGET, h.TARGET, num_draft=2, objective=objectives.kl)
-    params = recipe.init(jax.random.key(0), h.target_params())
+    params = jax.jit(recipe.init)(jax.random.key(0), h.target_params())
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), params, h.target_params())))
     given = ref.batch()
     value = lambda p: recipe.loss(p, h.target_params(), given, jax.random.key(0))[0]
@@ -110,7 +110,7 @@ def test_the_target_itself_has_nothing_to_learn():
 def test_a_smaller_model_starts_with_what_it_shares():
     """The embedding, head and first layer of the target; a width of its own shares nothing."""
     recipe = small.recipe(h.TARGET, h.SMALL, num_draft=2)
-    params = recipe.init(jax.random.key(0), h.target_params())
+    params = jax.jit(recipe.init)(jax.random.key(0), h.target_params())
     for name in ("embedding", "head", "layer_0", "norm"):
         same = jax.tree.map(lambda a, b: bool((a == b).all()), params[name], h.target_params()[name])
         assert all(jax.tree.leaves(same)), name
@@ -155,7 +155,7 @@ def test_a_trunk_learns_and_drafts_as_the_model_that_it_is_part_of(tmp_path):
     gradient = jax.grad(lambda p: trunk.loss(p, target_params, given, None)[0])(own)
     assert jax.tree.structure(gradient) == jax.tree.structure(own)
     assert all(jax.tree.leaves(jax.tree.map(lambda g: bool((g != 0).any()), gradient)))
-    begun = trunk.init(jax.random.key(0), target_params)
+    begun = jax.jit(trunk.init)(jax.random.key(0), target_params)
     jax.tree.map(np.testing.assert_array_equal, begun, {name: target_params[name] for name in ("layer_0", "norm")})
     lm = LM(h.TARGET, target_params, None, h.CONFIG)
     files.save(tmp_path, own, {"method": "small", "layers": 1, "vocab_size": h.V, "width": h.CONFIG.width})

@@ -429,7 +429,7 @@ def test_a_draft_vocabulary(name, tree, tmp_path):
 def test_a_draft_vocabulary_is_the_recipes_own(tmp_path):
     """By name, a head of its own has as many columns as there are ids; saved and loaded as such."""
     recipe = recipes.build("eagle3", TARGET_LM, num_draft=2, options={}, vocabulary=IDS)
-    params = recipe.init(jax.random.key(0), h.target_params())
+    params = jax.jit(recipe.init)(jax.random.key(0), h.target_params())
     assert params["head"].shape == (16, 11) and recipe.features == (0, 1)
     both = recipe.assemble(params, h.target_params())
     recipes.save(tmp_path, "eagle3", TARGET_LM, both, num_draft=2, options={}, dtype="int8", vocabulary=IDS)
@@ -465,9 +465,14 @@ def test_the_rule_follows_the_tree(tmp_path):
 # Where training begins.
 
 
+def begun(config, ids):
+    init = functools.partial(eagle_start.params_init, h.TARGET, config, ids)
+    return jax.jit(init)(jax.random.key(0), h.target_params())
+
+
 def test_a_module_begins_as_the_targets_last_layer():
     config, last = h.EAGLES["eagle3"], h.target_params()["layer_1"]
-    params = eagle_start.params_init(h.TARGET, config, IDS, jax.random.key(0), h.target_params())
+    params = begun(config, IDS)
     equal = lambda a, b: jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
     assert equal(params["mlp"], last["mlp"]) and equal(params["mlp_norm"], last["mlp_norm"])
     assert equal(params["norm"], h.target_params()["norm"]) and equal(params["attention"]["out"], last["attention"]["out"])
@@ -480,7 +485,7 @@ def test_a_module_begins_as_the_targets_last_layer():
 def test_eagle_1_begins_with_the_sum_of_both():
     """What it gives is the feature plus the embedding, lifted to its size: the layer adds nothing yet."""
     config, batch = eagle_head.eagle1(h.CONFIG), text()
-    params = eagle_start.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
+    params = begun(config, None)
     embedded = h.TARGET.embed(h.target_params(), objectives.ahead(batch.tokens, 1))
     given = eagle_loss.unrolled(config, params, [embedded], features_of(config, batch.output), batch.segments)[0]
     size = float(jnp.sqrt(jnp.square(h.target_params()["embedding"]).mean()))
@@ -489,5 +494,5 @@ def test_eagle_1_begins_with_the_sum_of_both():
 
 def test_a_module_of_another_shape_begins_anew():
     config = eagle_head.eagle3(h.CONFIG, hidden=24)
-    params = eagle_start.params_init(h.TARGET, config, None, jax.random.key(0), h.target_params())
+    params = begun(config, None)
     assert params["mlp"]["down"]["kernel"].shape == (24, 16) and not (params["mlp"]["down"]["kernel"] == 0).all()

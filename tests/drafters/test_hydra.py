@@ -52,7 +52,7 @@ def test_a_perfect_predictor_costs_the_entropy():
     recipe = hydra.recipe(target, num_draft=K, decay=1.0)
     d = target.width
     for wrong in (0, 1):
-        params = recipe.init(None, ())
+        params = jax.jit(recipe.init)(None, ())
         for i in range(K):
             moved = jnp.zeros(((i + 2), d, d)).at[i + 1 - wrong].set(ref.later(1) / (params["scale"] if i + 1 - wrong else 1))
             params[f"head_{i}"] = {**params[f"head_{i}"], "through": moved.reshape(-1, d)}
@@ -81,7 +81,7 @@ def test_a_nodes_children_follow_its_own_path():
 def test_heads_begin_as_the_targets_own_and_options():
     hidden, tokens = jnp.asarray(ref.hidden()[0], jnp.float32), jnp.asarray(ref.TOKENS[0])[:, None]
     for own in (False, True):
-        params = hydra.recipe(h.TARGET, num_draft=2, layers=3, own_head=own).init(None, h.target_params())
+        params = jax.jit(hydra.recipe(h.TARGET, num_draft=2, layers=3, own_head=own).init)(None, h.target_params())
         assert ("head" in params["head_1"]) == own and params["head_1"]["kernel"].shape == (2, 16, 16)
         got = hydra.head_logits(h.TARGET, h.target_params(), params, 1, hidden, jnp.concatenate([tokens, tokens], 1))
         np.testing.assert_allclose(got, h.TARGET.unembed(h.target_params(), hidden), rtol=1e-5, atol=1e-5)
@@ -93,7 +93,9 @@ def test_heads_begin_as_the_targets_own_and_options():
 
 def test_a_prefix_begins_as_nothing():
     """The target's last layer, but that what it gives is what it is given, to the last bit."""
-    params = hydra.recipe(h.TARGET, num_draft=2, prefix=layer.config_of(h.CONFIG)).init(jax.random.key(0), h.target_params())
+    params = jax.jit(hydra.recipe(h.TARGET, num_draft=2, prefix=layer.config_of(h.CONFIG)).init)(
+        jax.random.key(0), h.target_params()
+    )
     donor, prefix = h.target_params()["layer_1"], params["prefix"]
     for name in ("attention_norm", "mlp_norm"):
         np.testing.assert_array_equal(prefix[name]["scale"], donor[name]["scale"])

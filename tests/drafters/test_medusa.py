@@ -46,7 +46,7 @@ def test_a_perfect_predictor_costs_the_entropy():
     recipe = medusa.recipe(target, num_draft=K, own_head=True, decay=1.0)
     pairs = target.unembed((), jnp.eye(target.width))
     for wrong in (0, 1, -1):
-        params = {**recipe.init(None, ()), "head": jnp.stack([ref.later(2 + i + wrong) @ pairs for i in range(K)])}
+        params = {**jax.jit(recipe.init)(None, ()), "head": jnp.stack([ref.later(2 + i + wrong) @ pairs for i in range(K)])}
         loss, metrics = recipe.loss(params, (), batch, None)
         if wrong:
             assert float(loss) > 10 * K
@@ -60,7 +60,7 @@ def test_heads_begin_as_the_targets_own():
     hidden = jnp.asarray(ref.hidden()[0], jnp.float32)
     expected = h.TARGET.unembed(h.target_params(), hidden)
     for own in (False, True):
-        params = medusa.recipe(h.TARGET, num_draft=2, own_head=own).init(None, h.target_params())
+        params = jax.jit(medusa.recipe(h.TARGET, num_draft=2, own_head=own).init)(None, h.target_params())
         assert ("head" in params) == own
         logits = medusa.head_logits(h.TARGET, h.target_params(), params, hidden)
         np.testing.assert_allclose(logits, jnp.stack([expected] * 2, 1), rtol=1e-5, atol=1e-5)

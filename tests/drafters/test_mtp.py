@@ -62,7 +62,7 @@ def test_a_perfect_predictor_costs_the_entropy():
     d = target.width
     c = mtp.MTPConfig(d, 2, 1, 4, 8)
     recipe = mtp.recipe(target, num_draft=K, config=c, decay=1.0)
-    params = recipe.init(jax.random.key(0), {})
+    params = jax.jit(recipe.init)(jax.random.key(0), {})
     params = {**params, "attention": {**params["attention"], "out": {"kernel": jnp.zeros((8, d))}}}
     params = {**params, "mlp": {**params["mlp"], "down": {"kernel": jnp.zeros((8, d))}}}
     loss_of = jax.jit(lambda p: recipe.loss(p, (), batch, jax.random.key(0)))
@@ -75,11 +75,13 @@ def test_a_perfect_predictor_costs_the_entropy():
 
 
 def test_a_module_begins_as_the_targets_last_layer():
-    params = mtp.recipe(h.TARGET, num_draft=2, config=mtp.config_of(h.CONFIG)).init(jax.random.key(0), h.target_params())
+    params = jax.jit(mtp.recipe(h.TARGET, num_draft=2, config=mtp.config_of(h.CONFIG)).init)(
+        jax.random.key(0), h.target_params()
+    )
     for name in ("attention", "mlp", "attention_norm", "mlp_norm"):
         same = jax.tree.map(lambda a, b: bool((a == b).all()), params[name], h.target_params()["layer_1"][name])
         assert all(jax.tree.leaves(same))
-    other = mtp.recipe(h.TARGET, num_draft=2, config=mtp.config_of(h.CONFIG, hidden=24)).init(
+    other = jax.jit(mtp.recipe(h.TARGET, num_draft=2, config=mtp.config_of(h.CONFIG, hidden=24)).init)(
         jax.random.key(0), h.target_params()
     )
     assert other["mlp"]["down"]["kernel"].shape == (24, 16)

@@ -32,7 +32,7 @@ def test_a_perfect_predictor_costs_the_entropy():
     target, batch = ref.known()
     d = target.width
     recipe = parallel_heads.recipe(target, num_draft=K, config=layer.LayerConfig(d, 2, 1, 4, d))
-    begin = recipe.init(jax.random.key(0), {})
+    begin = jax.jit(recipe.init)(jax.random.key(0), {})
     one = d**0.5 * ref.silu(d**0.5)  # what gate and up make of a one-hot, which the norm has lifted to the root of D
     loss_of = jax.jit(lambda p: recipe.loss(p, (), batch, jax.random.key(0))[0])
     for wrong in (0, 1, -1):
@@ -48,7 +48,7 @@ def test_a_perfect_predictor_costs_the_entropy():
 def test_heads_begin_as_the_targets_own():
     """What each gives is what it is given, so that step 0 has the target's own logits."""
     config = layer.config_of(h.CONFIG)
-    params = parallel_heads.recipe(h.TARGET, num_draft=2, config=config).init(jax.random.key(0), h.target_params())
+    params = jax.jit(parallel_heads.recipe(h.TARGET, num_draft=2, config=config).init)(jax.random.key(0), h.target_params())
     hidden = ref.batch().output.hidden
     for i in range(2):
         given = layer.over_rows(config, params[f"head_{i}"], hidden, jnp.asarray(ref.SEGMENTS))

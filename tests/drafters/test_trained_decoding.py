@@ -80,7 +80,7 @@ def test_the_law_of_three_tokens(name):
     rule, make, build, options = LAWS[name]
     target = language_model(LITTLE)
     own = h.peaked(jax.jit(target.init)(jax.random.key(0)), 0.3)
-    params = make(target, num_draft=2).init(jax.random.key(1), own)
+    params = jax.jit(make(target, num_draft=2).init)(jax.random.key(1), own)
     params = jax.tree.map(lambda x: x + 0.5 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     result = h.generate(
         build(target, **options), rule, [[0, 1]] * ROWS, params=Params(own, params), target=target, temperature=1.0, longest=5,

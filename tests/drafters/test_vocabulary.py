@@ -197,7 +197,7 @@ def test_what_is_no_vocabulary_is_refused():
 def test_heads_of_their_own_have_a_column_for_each_of_its_tokens(name, tmp_path):
     """They start as the target's columns, learn, are saved and loaded, and draft what heads that share the target's draft."""
     recipe = within(functools.partial(MAKE[name], own_head=True), h.TARGET, SOME)
-    params = recipe.init(jax.random.key(0), h.target_params())
+    params = jax.jit(recipe.init)(jax.random.key(0), h.target_params())
     own = params["head"] if name == "medusa" else params["head_0"]["head"][None]
     whole = h.TARGET.unembed(h.target_params(), jnp.eye(h.TARGET.width))
     np.testing.assert_array_equal(own[0], whole[:, list(SOME)])
@@ -208,7 +208,7 @@ def test_heads_of_their_own_have_a_column_for_each_of_its_tokens(name, tmp_path)
     rule = "recursive" if name == "hydra" else "rejection"
     done = h.generate(loaded.drafter, rule, h.MIXED, params=Params(h.target_params(), loaded.params), temperature=0.0)
     shared = within(MAKE[name], h.TARGET, SOME)
-    params = Params(h.target_params(), shared.init(jax.random.key(0), h.target_params()))
+    params = Params(h.target_params(), jax.jit(shared.init)(jax.random.key(0), h.target_params()))
     same = h.generate(shared.drafter, rule, h.MIXED, params=params, temperature=0.0)
     assert done.tokens == same.tokens and (done.accepted == same.accepted).all() and done.accepted.sum() > 0
 

@@ -86,7 +86,7 @@ def test_chunks_equal_one_pass(params, chunks):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_narrow_head_gives_the_same_logits(tied):
     model = language_model(CONFIG._replace(tied=tied))
-    own, ids = model.init(jax.random.key(1)), jnp.asarray([3, 0, 11])
+    own, ids = jax.jit(model.init)(jax.random.key(1)), jnp.asarray([3, 0, 11])
     hidden = jax.random.normal(jax.random.key(2), (2, 5, model.width))
     close(model.unembed(model.narrow(own, ids), hidden), model.unembed(own, hidden)[..., ids])
 
@@ -94,7 +94,7 @@ def test_a_narrow_head_gives_the_same_logits(tied):
 def test_tokens_are_looked_up_in_place():
     """A loop over lookups makes no float32 copy of a bfloat16 table (113 MB for 49,152 tokens), and gradients reach it."""
     model = language_model(CONFIG._replace(vocab_size=211), dtype=jnp.bfloat16)
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
 
     def looked_up(params):
         return jax.lax.scan(lambda total, row: (total + model.embed(params, row).sum(), None), 0.0, TOKENS)[0]

@@ -63,7 +63,7 @@ def pair(name):
 
 def test_adapters_begin_as_nothing_and_merge_by_hand():
     """Bit for bit the target at first; then W + alpha / rank * A B in every kernel of the layers, and nowhere else."""
-    begun = lora.init(jax.random.key(0), h.target_params(), rank=RANK)
+    begun = jax.jit(functools.partial(lora.init, rank=RANK))(jax.random.key(0), h.target_params())
     same = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, a, b))
     assert same(lora.merge(h.target_params(), begun, alpha=ALPHA), h.target_params())
     assert len(jax.tree.leaves(begun)) == 2 * 4 * 2

@@ -135,7 +135,7 @@ def test_R19_the_logged_loss_is_a_mean_over_labels(rows, tmp_path):
     recipe, batch = target_recipe(SMALL), uneven()
     parts = rows._replace(at=lambda step: jax.tree.map(lambda x: x[step : step + 1], batch))
     fit(recipe, parts, SETTINGS._replace(steps=2, warmup=1, save_seconds=300), tmp_path)
-    params = recipe.init(jax.random.key(0), ())
+    params = jax.jit(recipe.init)(jax.random.key(0), ())
     expected = [float(recipe.loss(params, (), x, jax.random.key(0))[0]) for x in (batch, parts.at(0), parts.at(1))]
     found = lines(tmp_path)[-1]
     assert abs(found["loss"] - expected[0]) < 1e-5 and abs(np.mean(expected[1:]) - expected[0]) > 1e-2

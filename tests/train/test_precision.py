@@ -39,7 +39,7 @@ def gradient(recipe, compute):
 def test_gradients_within_the_resolution_of_bfloat16(name):
     """8 bits: they differ from float32's, by some 2^-8 of their size, and are float32 themselves."""
     recipe = RECIPES[name]
-    params = recipe.init(jax.random.key(0), h.target_params())
+    params = jax.jit(recipe.init)(jax.random.key(0), h.target_params())
     (a, exact), (b, coarse) = (gradient(recipe, compute)(params) for compute in ("float32", "bfloat16"))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(coarse))
     flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
