@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import make_families as golden
+from parity.agreement import close
 
 from specjax import decode, keys, load_drafter, sampling
 from specjax.drafters import files
@@ -91,12 +92,6 @@ def written(model, path, architecture):
     return path
 
 
-def close(name, expected, got, record, size=1e-5):
-    difference = float(np.abs(expected - got).max() / max(1.0, np.abs(expected).max()))
-    record(name, f"{difference:.1e}")
-    assert difference <= size, f"{name}: {difference:.1e}"
-
-
 # z-lab.
 
 
@@ -133,9 +128,9 @@ def test_hidden_states(name, tmp_path, record_property):
     blocks = block_loss.Blocks(jnp.asarray([[3, n, 12]]), jnp.ones((1, 3), bool))
     params = Params(lm.params, found.params)
     got = jax.jit(lambda p: block_loss.given(lm.model, found.config, p, batch, blocks, num_draft=4))(params)[0, 1]
-    close("hidden", expected.numpy(), np.asarray(got), record_property)
+    close("hidden", expected.numpy(), got, record_property)
     few = block_loss.backbone.few_logits(lm.model, found.config, None, lm.params, got)
-    close("logits", logits, np.asarray(few), record_property)
+    close("logits", logits, few, record_property)
 
 
 @pytest.mark.parametrize("name", [*VARIANTS, "dflash2"])
@@ -296,7 +291,7 @@ def test_losses_and_gradients(name, kind, tmp_path, record_property):
     for path, x in files.flat(gradient).items():
         names = split(found.config, markov, path, np.asarray(x))
         expected = join(found.config, path, [own_gradient[n] for n in names])
-        close(path, expected, np.asarray(x), record_property)
+        close(path, expected, x, record_property, size=5e-5)  # of what is left of terms that cancel
         assert np.abs(expected).max() > 1e-4, path
         checked |= set(names)
     assert checked == set(own_gradient)

@@ -3,8 +3,8 @@
 make parity        (all of tests/parity; this file takes 1 minute)
 
 `make parity` installs speculators without what it asks for, transformers below 5.20 and much that this test does not need: it
-is no part of the extra.  Theirs runs in float64, so that what differs is our own rounding: in float32 each side is up to 7e-6
-away from that by the fourth step.
+is no part of the extra.  Theirs runs in float64, so that what differs is our own rounding: in float32 each side is up to 1e-5
+away from that by the fourth step, beside values of 4.
 """
 
 import json
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import make_families as golden
+from parity.agreement import close
 
 import specjax
 from specjax.drafters.eagle import files as eagle_files
@@ -91,9 +92,8 @@ def compare(expected, got, record):
     assert len(expected) == len(got) == STEPS
     for j, (a, b) in enumerate(zip(expected, got, strict=True)):
         for kind, x, y in zip(("hidden", "logits"), a, b, strict=True):
-            difference = float(np.abs(x[: T - j] - y[: T - j]).max())
-            record(f"{kind} {j}", f"{difference:.1e}")
-            assert np.abs(x[: T - j]).max() > 0.1 and difference <= 1e-5, f"{kind} of step {j}: {difference:.1e}"
+            assert np.abs(x[: T - j]).max() > 0.1
+            close(f"{kind} of step {j}", x[: T - j], y[: T - j], record)
 
 
 @each

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import make_families as golden
+from parity.agreement import close
 
 from specjax.models.huggingface import read_directory
 from specjax.models.transformer import language_model
@@ -33,9 +34,7 @@ def ours(directory, tokens, chunks):
 
 def compare(theirs, got, record):
     for kind, a, b in zip(("logits", "hidden", "features"), theirs, got, strict=True):
-        difference = float(np.abs(a - b).max())
-        record(kind, f"{difference:.1e}")
-        assert difference <= 2e-5, f"{kind}: largest difference {difference:.1e}"
+        close(kind, a, b, record)
 
 
 @pytest.mark.parametrize("chunks", [(20,), CHUNKS], ids=["whole", "chunks"])
