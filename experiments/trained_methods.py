@@ -108,14 +108,16 @@ def triage(lm, prompts, plain, result):
 def markdown(rows):
     """One line a method and temperature."""
     heads = ["T", "method", "rule", "nodes", "parameters", "tau [95 %]", "acceptance by position", "same", "speed-up [95 %]"]
-    lines = ["| " + " | ".join([*heads, "draft / verify ms", "breaks even at tau"]) + " |", "|---" * 11 + "|"]
+    heads += ["of decoding alone [95 %]", "draft / verify ms", "breaks even at tau"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for r in rows:
-        tau, fast = ("{mean:.2f} [{low:.2f}, {high:.2f}]".format(**r[name]) for name in ("tau", "speedup"))
+        names = ("tau", "speedup", "itl_speedup")
+        tau, fast, decoding = ("{mean:.2f} [{low:.2f}, {high:.2f}]".format(**r[name]) for name in names)
         rates = " ".join(f"{x:.2f}" for x in r["per_position_acceptance_rate"])
         parted = f"{r['differ']} differ, by {r['margin']:.3f}"
         same = {True: "yes", False: parted, None: "-"}[r["same_tokens_as_plain"]]
         cells = [f"{r['temperature']:g}", r["method"], r["rule"], r["nodes"], f"{r['parameters']:,}", tau, rates, same, fast]
-        cells += [f"{r['t_draft_ms']:.2f} / {r['t_verify_ms']:.2f}", f"{r['break_even']:.2f}"]
+        cells += [decoding, f"{r['t_draft_ms']:.2f} / {r['t_verify_ms']:.2f}", f"{r['break_even']:.2f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -2,8 +2,9 @@
 
     for each batch of prompts: plain, method 1, method 2, ...      so that whatever else the machine does hits all alike
 
-The first run of every shape compiles and is thrown away.  A run's seconds are those of the whole call, prompt included;
-`itl_ms` leaves the prompt out.  The target's pass and the drafter's work are timed apart, on a state halfway through.
+The first run of every shape compiles and is thrown away.  A run's seconds are those of the whole call, prompt included.
+`itl_ms` and `itl_speedup` leave the prompt out, which costs all methods alike and weighs the more the shorter answers are.
+The target's pass and the drafter's work are timed apart, on a state halfway through.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Result(NamedTuple):
     prefill_ms: float  # mean of a batch
     itl_ms: float  # decoding time per emitted token
     speedup: Interval  # of seconds per token, over plain
+    itl_speedup: Interval  # the same of decoding alone
     same_tokens_as_plain: bool | None  # None where the rule does not promise it
     lossless: bool
     samples: list[Sample]  # one a batch, in the order of the prompts
@@ -170,15 +172,18 @@ def _result(contender: Contender, samples: list[Sample], plain: list[Sample], sa
         prefill_ms=1e3 * sum(s.prefill_seconds for s in samples) / len(samples),
         itl_ms=1e3 * sum(s.decode_seconds for s in samples) / tokens,
         speedup=speedup(plain, samples),
+        itl_speedup=speedup(plain, samples, lambda sample: sample.decode_seconds),
         same_tokens_as_plain=same_tokens(plain, samples) if promised else None,
         lossless=rule.lossless,
         samples=samples,
     )
 
 
-def speedup(plain: Sequence[Sample], samples: Sequence[Sample]) -> Interval:
-    """Seconds per token of `plain` over those of `samples`, batch by batch the same prompts."""
-    seconds = np.asarray([[s.seconds for s in several] for several in (plain, samples)])  # [2, batches]
+def speedup(
+    plain: Sequence[Sample], samples: Sequence[Sample], of: Callable[[Sample], float] = lambda sample: sample.seconds
+) -> Interval:
+    """Seconds per token of `plain` over those of `samples`, batch by batch the same prompts; `of` says which seconds."""
+    seconds = np.asarray([[of(s) for s in several] for several in (plain, samples)])  # [2, batches]
     tokens = np.asarray([[s.num_tokens for s in several] for several in (plain, samples)])
 
     def ratio(index):  # [..., batches] -> [...]
@@ -234,6 +239,7 @@ def record(result: Result) -> dict:
         "itl_ms": result.itl_ms,
         "prefill_ms": result.prefill_ms,
         "speedup": result.speedup._asdict(),
+        "itl_speedup": result.itl_speedup._asdict(),
         "tau": result.tau._asdict(),
         "same_tokens_as_plain": result.same_tokens_as_plain,
         "lossless": result.lossless,

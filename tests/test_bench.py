@@ -43,6 +43,15 @@ def test_speedup_is_a_ratio_of_sums_with_an_interval_over_prompts():
     assert bench.speedup([sample(2.0, 10)] * 6, several) == (mean, low, high)  # a fixed seed
 
 
+def test_speedup_of_decoding_leaves_the_prompt_out():
+    def shared(decoding):
+        return bench.Sample([sample(0, 10).completions[0]], 4.0, decoding)
+
+    plain, fast = [shared(4.0), shared(4.0)], [shared(2.0), shared(2.0)]
+    assert bench.speedup(plain, fast).mean == pytest.approx(8 / 6)
+    assert bench.speedup(plain, fast, lambda s: s.decode_seconds) == pytest.approx((2.0, 2.0, 2.0))
+
+
 def test_tau_has_an_interval_over_prompts():
     def answered(*accepted):
         stats = statistics(RoundInfo(*np.asarray([[3] * len(accepted), accepted, [a + 1 for a in accepted]])), 3)
@@ -99,6 +108,7 @@ def test_compare_greedy(lm, monkeypatch):
     assert ngram.stats.num_emitted_tokens == 72 and ngram.stats.mean_acceptance_length > 1.5
     assert ngram.tokens_per_second == pytest.approx(72 / sum(s.seconds for s in ngram.samples))
     assert ngram.itl_ms == pytest.approx(1e3 * sum(s.decode_seconds for s in ngram.samples) / 72)
+    assert plain.itl_speedup == (1.0, 1.0, 1.0) and ngram.itl_speedup.mean == pytest.approx(plain.itl_ms / ngram.itl_ms)
 
 
 def test_compare_says_only_what_a_rule_promises(lm):

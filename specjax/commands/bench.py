@@ -72,12 +72,12 @@ def ceiling_table(contenders: Sequence[bench.Contender], held: Sequence[ceilings
 def bench_table(results: Sequence[bench.Result]) -> str:
     """Results as people read them; acceptance is by position in the draft."""
     heads = ["method", "K", "rule", "lossless", "same tokens?", "tau [95 %]", "acceptance", "tokens/s", "speed-up [95 %]"]
-    rows = [[*heads, "draft ms", "verify ms", "ms/token"]]
+    rows = [[*heads, "draft ms", "verify ms", "ms/token", "its speed-up [95 %]"]]
     for r in results:
         names = [r.contender.method, str(r.contender.loaded.drafter.depth), r.contender.rule, word(r.lossless)]
         rates = " ".join(f"{x:.2f}" for x in r.stats.per_position_acceptance_rate)
-        speed = f"{r.speedup.mean:.2f}x [{r.speedup.low:.2f}, {r.speedup.high:.2f}]"
+        speed, decoding = (f"{x.mean:.2f}x [{x.low:.2f}, {x.high:.2f}]" for x in (r.speedup, r.itl_speedup))
         tau, rate = f"{r.tau.mean:.2f} [{r.tau.low:.2f}, {r.tau.high:.2f}]", f"{r.tokens_per_second:.1f}"
         yields = [word(r.same_tokens_as_plain), tau, rates, rate, speed]
-        rows.append([*names, *yields, *(f"{ms:.2f}" for ms in (*(r.passes or ()), r.itl_ms))])
+        rows.append([*names, *yields, *(f"{ms:.2f}" for ms in (*(r.passes or ()), r.itl_ms)), decoding])
     return table(rows)
