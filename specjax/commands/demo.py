@@ -18,9 +18,10 @@ def run(command: Demo, write: Write) -> dict:
     pairs = list(zip(demo.PROMPTS, plain.samples, ngram.samples, strict=True))
     lines = [(row.id, row.category, [a], [b]) for row, a, b in pairs] + [("all", "", plain.samples, ngram.samples)]
     rows = [["prompt", "kind", "same tokens?", "tau", "plain tokens/s", "ngram tokens/s", "speed-up"]]
-    for name, kind, *both in lines:
-        rates = [f"{sum(s.num_tokens for s in x) / sum(s.seconds for s in x):.1f}" for x in both]
-        tau = metrics.merge([c.stats for s in both[1] for c in s.completions]).mean_acceptance_length
-        rows.append([name, kind, word(bench.same_tokens(*both)), f"{tau:.2f}", *rates, f"{bench.speedup(*both).mean:.2f}x"])
+    for name, kind, before, after in lines:
+        rates = [f"{sum(s.num_tokens for s in x) / sum(s.seconds for s in x):.1f}" for x in (before, after)]
+        tau = metrics.merge([c.stats for s in after for c in s.completions]).mean_acceptance_length
+        same, speed = word(bench.same_tokens(before, after)), f"{bench.speedup(before, after).mean:.2f}x"
+        rows.append([name, kind, same, f"{tau:.2f}", *rates, speed])
     say("\n" + table(rows))
     return {"summary": {"settings": settings(command)}, "methods": [bench.record(r) for r in (plain, ngram)]}
