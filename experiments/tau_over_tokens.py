@@ -1,6 +1,6 @@
 """What would more training give?  tau in decoding over all tokens that a drafter has seen, run after run, from its card.
 
-Question: does tau still rise with the logarithm of the tokens seen, and what would it be at 6 and 20 million if it went on so?
+Question: does tau still rise with the logarithm of the tokens seen, and what would it be at 12 and 20 million if it went on so?
 
 Command:    python experiments/tau_over_tokens.py [specjax/zoo/smollm2-135m/eagle3/card.md ...] --out figure.png
 Run time:   a second; needs matplotlib (pip install "specjax[plot]")
@@ -64,7 +64,7 @@ def main():
         rows = rows[rows[:, 0] >= 3e5]
         for column, name in enumerate(TAUS, 1):
             a, b, off = line(rows, column)
-            ahead = ", ".join(f"{a + b * np.log2(n * 1e6):.2f} at {n}M" for n in (6, 20))
+            ahead = ", ".join(f"{a + b * np.log2(n * 1e6):.2f} at {n}M" for n in (12, 20))
             print(f"{card.parent.name}, {name}: {b:+.3f} a doubling, off by {off:.3f}; by the line {ahead}")
             ends = np.array([rows[0, 0], 2e7])
             panel.plot(ends, a + b * np.log2(ends), "k:", lw=1)
